@@ -1,4 +1,4 @@
-"""`python -m ftbench` is `ftbench`."""
+"""Run the command `ftbench` with `python -m ftbench`."""
 
 from ftbench.cli import main
 

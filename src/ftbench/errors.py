@@ -1,4 +1,4 @@
-"""Errors meant for the user, each with the exit code of the command that it ends.
+"""Errors that commands show to the user. Each error class has the exit code of the command.
 
 FtbenchError            1  a run failed
 ├── SpecError           2  the command line or the spec is wrong
@@ -16,13 +16,13 @@ BROKEN_PIPE = 141  # the exit code of a tool that SIGPIPE ends: the reader has c
 
 
 class FtbenchError(Exception):
-    """An error whose text is meant for the user."""
+    """Base class of errors with a message for the user."""
 
     exit_code = 1
 
 
 class SpecError(FtbenchError):
-    """The command line or the spec is wrong; `problems` holds one sentence per mistake."""
+    """The command line or the spec is wrong. `problems` has one sentence per mistake."""
 
     exit_code = 2
 
@@ -32,33 +32,33 @@ class SpecError(FtbenchError):
 
 
 class DataError(FtbenchError):
-    """A data file cannot be used; the message names the file and the row."""
+    """A data file cannot be used. The message contains the file and the row."""
 
     exit_code = 2
 
 
 class MissingError(FtbenchError):
-    """This machine lacks something that the command needs."""
+    """Something that the command needs is missing on this machine."""
 
     exit_code = 3
 
 
 class NotAppliedError(FtbenchError):
-    """A library silently ignored a requested setting; the message names the object that shows it."""
+    """A library silently ignored a requested setting. The message contains the object with the wrong value."""
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open a file for `open(opener=...)`. A pipe without a writer reads as empty instead of waiting for one."""
+    """Open a file without waiting, for `open(opener=...)`. A named pipe without a writer is read as an empty file."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def file_problem(error: OSError, what: str = "cannot be read ({})") -> str:
-    """Return why a file cannot be opened; `what` formats the system's reason."""
+    """Return the reason why a file cannot be opened. `{}` in `what` is replaced by the reason of the system."""
     return what.format(error.strerror)
 
 
 def json_problem(error: ValueError | RecursionError) -> str:
-    """Return why a text cannot be read as JSON."""
+    """Return the reason why a text cannot be read as JSON."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     return "a number with thousands of digits" if "set_int_max_str_digits" in str(error) else str(error)

@@ -1,6 +1,6 @@
-"""The command line: parse arguments, make one call, print the result, set the exit code.
+"""The command line. Each command parses its arguments, calls one function, and prints the result.
 
-stdout carries the result, stderr the progress.
+Results are printed to stdout, progress to stderr.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
 
 MODULES = ("train", "plans", "report", "estimate", "machine")  # --help lists them in this order
 _MAX_ERROR_LINES = 20
-atexit.register(gc.freeze)  # at exit, Python would search all modules for garbage: 0.1 s of 0.5 s in `report`
+atexit.register(gc.freeze)  # saves the garbage collection at exit: 0.1 s of 0.5 s in `report`
 for _name in MODULES:
     importlib.import_module(f"ftbench.cli.{_name}")  # registers its commands with `app`
 
@@ -33,7 +33,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="print the 
 
 
 def main() -> None:
-    """Run the console command. Print user errors as sentences and exit with the exit code of the error."""
+    """Run the command `ftbench`. Print errors without a traceback, and exit with the exit code of the error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 cannot show every character

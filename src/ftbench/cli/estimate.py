@@ -1,4 +1,4 @@
-"""`ftbench estimate`, `data`, `recommend` and `init`: predictions before a training."""
+"""`ftbench estimate`, `data`, `recommend` and `init`: predict time and memory before a training."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def init(
     output: Output = Path("run.yaml"),
     force: Overwrite = False,
 ) -> None:
-    """Write a commented spec with the best recipe and batch. It asks four questions. Options can answer them."""
+    """Write a commented spec with the best recipe and batch size. Ask for values that are not given as options."""
     from ftbench.estimate.recommend.request import RecommendRequest
     from ftbench.spec.model_argument import spec_sets
     from ftbench.store import machine
@@ -174,7 +174,7 @@ def init(
 
 
 def _ask(option: str, question: str, default: str) -> str:
-    """Return the answer to a question on the terminal."""
+    """Ask a question on the terminal, and return the answer. Raise SpecError if there is no terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise SpecError(
             f"init: needs {option} without a terminal, for example `ftbench init Qwen/Qwen3-8B --dataset data.jsonl "

@@ -1,4 +1,4 @@
-"""`ftbench probe`, `ftbench doctor` and `ftbench list`: this machine, and the names a spec can use."""
+"""`ftbench probe`, `doctor` and `list`: measure and check this machine, and list the names that a spec can use."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from ftbench.errors import MissingError, SpecError
 
 @command()
 def probe(out: Out = Path("results"), as_json: Json = False) -> None:
-    """Measure this machine's peak rates, in at most a minute. Matrix products, memory, host link, launches."""
+    """Measure this machine's peak rates in at most a minute: matrix products, memory, host link, kernel launches."""
     from ftbench.doctor import probe as probing
 
     log(f"probing this machine, {probing.LIMIT_S:.0f} s at most")

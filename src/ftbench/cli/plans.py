@@ -1,4 +1,4 @@
-"""`ftbench sweep`, `ftbench ablate` and `ftbench parity`: run a plan of many runs, which resumes where it stopped."""
+"""`ftbench sweep`, `ablate` and `parity`: execute many runs. After an interruption, the same command continues."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _show_status(folder: Path | None, spec: Path | None, as_json: bool) -> None:
 
 
 def _axes(options: dict[str, str | None], axes: list[str]) -> list[str]:
-    """Return the axes of the command line, options first. Raise SpecError if a key appears twice."""
+    """Return the axes of all options as a list of `key=values`. Raise SpecError if a key appears twice."""
     every = [*(f"{key}={values}" for key, values in options.items() if values is not None), *axes]
     keys = [text.partition("=")[0].strip() for text in every]
     if repeated := [key for key in keys if keys.count(key) > 1]:
@@ -104,7 +104,7 @@ def _names(text: str | None) -> list[str]:
 
 
 def _run_plan(ready: Ready, dry_run: bool, log_every: float, as_json: bool) -> None:
-    """Run a plan, print its tables and exit. With `dry_run`, list the runs."""
+    """Execute a plan, print its tables and exit. With `dry_run`, only list the runs."""
     from ftbench.sweep import dry_run as planned
     from ftbench.sweep import sweep as command
 
@@ -124,7 +124,7 @@ def _run_plan(ready: Ready, dry_run: bool, log_every: float, as_json: bool) -> N
 def _plan(
     sets: list[str] | None, out: Path, time_budget: float | None, retry_failed: bool, force: bool
 ) -> dict[str, Any]:
-    """Return the options that the requests of `ablate` and `parity` share."""
+    """Return the options of both `ablate` and `parity`, as keyword arguments of their requests."""
     return {"sets": sets or [], "out": out, "time_budget": time_budget, "retry_failed": retry_failed, "force": force}
 
 
@@ -144,7 +144,7 @@ def ablate(
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Measure the gain of each optimization: the plain recipe, then each optimization alone."""
+    """Measure the gain of each optimization: train the plain recipe, and the plain recipe with one optimization."""
     from ftbench.sweep import ablate as command
 
     request = command.AblationRequest(

@@ -47,7 +47,7 @@ def report(
     against: Annotated[Path | None, of(ADVANCED, "earlier runs; exit code 1 on a regression")] = None,
     fail_above: Annotated[str | None, of(ADVANCED, "--against: allowed regression (5%)")] = None,
 ) -> None:
-    """Compare runs, also from other machines, in one table. Or `--compare gpu|method|batch|optimization|recipe|KEY`."""
+    """Compare runs in one table. `--compare gpu|method|batch|optimization|recipe|KEY` compares along one axis."""
     from ftbench.core.table import show_in_full
     from ftbench.report import build, formats
 
@@ -70,7 +70,7 @@ def show(
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """Show one run again: its figures, what limits its speed, what to try."""
+    """Show the result of one run: its figures, what limits its speed, and what to try."""
     from ftbench.report.show import show as shown
 
     answer = shown(run, paths or [Path("results")])
@@ -122,7 +122,7 @@ def import_(
     dataset: Annotated[str | None, typer.Option(help="name of the data set")] = None,
     out: Out = Path("results"),
 ) -> None:
-    """Convert a log that ftbench did not write into a run. Fields that the log lacks stay empty."""
+    """Convert the log of another program into a run. Fields that are not in the log stay empty."""
     from ftbench.store.importers import About, import_run
 
     about = About(name, model, method, None if gpu == "cpu" else gpu, batch_size, accumulation, dataset)

@@ -16,7 +16,7 @@ from ftbench.core import processes
 from ftbench.core.units import some
 from ftbench.errors import BROKEN_PIPE, MissingError, SpecError
 
-_MAX_LINE = 2000  # characters of a line on stderr; a longer one repeats a long input
+_MAX_LINE = 2000  # maximum number of characters of a line on stderr
 # Former names of options, by command. They still work, with a notice on stderr.
 RENAMED_OPTIONS = {
     "recommend": {"--objective": "--goal"},
@@ -25,7 +25,7 @@ RENAMED_OPTIONS = {
 }
 # Keys of the spec that people try as options of `run` and `profile`.
 KEYS = {"--gpus": "launch.gpus=2", "--method": "method=qlora", "--batch-size": "train.batch_size=8"}
-# Groups of options in --help. The five that are used most are in the first group, which has no name.
+# Groups of options in --help. The most used options are in a first group without a name.
 OUTPUT, INPUT, LIMITS, CLUSTER, ADVANCED = "Output", "Input", "Limits", "Several GPUs", "Advanced"
 
 
@@ -67,7 +67,7 @@ command = partial(app.command, cls=Command)
 
 
 def of(panel: str, help: str, *names: str, **more: Any) -> Any:
-    """Declare an option in a group of --help."""
+    """Declare a command-line option. `panel` is the group of the option in --help."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
@@ -79,7 +79,7 @@ def _set_width(wide: bool) -> bool:
 
 
 def gpu_count(text: str) -> int:
-    """Return the value of `--gpus`. Raise SpecError if it is not a number."""
+    """Return the value of `--gpus` as an integer. Raise SpecError if the value is not a number."""
     if not text.isdecimal():
         raise SpecError(f"--gpus {text}: must be a number of GPUs, for example --gpus 2; --gpu names the card")
     return int(text)
@@ -126,7 +126,7 @@ LogEvery = Annotated[
 ]  # fmt: skip
 Yes = Annotated[bool, of(OUTPUT, "start without asking, even if the run is likely to fail", "--yes")]
 Json = Annotated[bool, of(OUTPUT, "print one JSON document", "--json")]
-# Of every command that runs a plan.
+# Options of all commands that run a plan.
 TimeBudget = Annotated[
     Any, of(ADVANCED, "start no run that would end later than this", "--time-budget", metavar="8h", parser=_budget)
 ]
@@ -136,7 +136,7 @@ Force = Annotated[bool, of(ADVANCED, "repeat all runs, archive the earlier ones,
 
 
 def current_options(arguments: list[str]) -> list[str]:
-    """Return the arguments with renamed options under their current names. Print a notice for each."""
+    """Return the arguments with former option names replaced by current names. Print a notice for each replacement."""
     renamed = RENAMED_OPTIONS.get(arguments[0], {}) if arguments else {}
     current = []
     for argument in arguments:
@@ -151,7 +151,7 @@ def current_options(arguments: list[str]) -> list[str]:
 
 
 def check_output(output: Path | None, force: bool) -> None:
-    """Ask before the file of `-o` is overwritten. Raise SpecError without a yes, MissingError for a missing folder."""
+    """Ask before the file of `-o` is overwritten. Raise SpecError for a no, MissingError for a missing folder."""
     from ftbench.store.output import output_file
 
     if output is None or not output_file(output).is_file() or force:
@@ -175,8 +175,8 @@ def emit(result: object, end: str = "\n") -> None:
     """Print a result on stdout: a string unchanged, any other object as JSON. Control characters are removed.
 
     Raises:
-        typer.Exit: The reader has closed stdout.
-        MissingError: stdout cannot be written, e.g. because the disk is full.
+        typer.Exit: If the reader has closed stdout.
+        MissingError: If stdout cannot be written, for example because the disk is full.
     """
     from ftbench.core.table import printable
 

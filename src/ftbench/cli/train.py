@@ -57,7 +57,7 @@ def profile(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Record a few steady steps, kernel by kernel. Shows kernels by group, phases and idle time."""
+    """Profile a few steps after the warm-up. Print the time of each kernel group, kernel and phase, and the idle time."""
     from ftbench.profile import profile_table
     from ftbench.report import show
     from ftbench.spec.model_argument import spec_sets
@@ -103,7 +103,7 @@ def _train(spec: Path, sets: list[str], out: Path, log_every: float, yes: bool) 
 
 
 def _predict(spec: Experiment, described: dict[str, Any], out: Path, yes: bool) -> None:
-    """Show the prediction for a run. Ask before a run that is likely to fail."""
+    """Print the prediction for a run. Ask before starting a run that is likely to fail."""
     try:
         from ftbench.estimate import api
         from ftbench.store.rundir import first_gpu

@@ -12,7 +12,7 @@ SETTINGS = "slurm.yaml"
 
 
 class SlurmSettings(Part):
-    """slurm.yaml: the resources of each cell. Missing keys keep the cluster's default."""
+    """The content of slurm.yaml: the resources of each cell. For missing keys, the cluster's defaults apply."""
 
     partition: str | None = Field(None, min_length=1, description="partition of the nodes")
     time: Int | str | None = Field(None, description="time limit of a cell")
@@ -24,7 +24,7 @@ class SlurmSettings(Part):
 
 
 def load_settings(on: str, source: Path) -> SlurmSettings:
-    """Return the settings for `--on slurm` or `slurm:FILE`. Raise SpecError with `file:line: key: problem`."""
+    """Read the settings for `--on slurm` or `--on slurm:FILE`. Raise SpecError if the file is missing or invalid."""
     name = on.partition(":")[2]
     files = [Path(name)] if name else [source.parent / SETTINGS, Path(SETTINGS)]
     path = next((path for path in files if path.exists()), None)

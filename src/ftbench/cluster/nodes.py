@@ -1,6 +1,6 @@
-"""Runs on several machines (nodes): all run the same command on a shared disk, with torchrun's variables.
+"""Connect the machines (nodes) of a run. The user starts the same command on each node, with torchrun's variables.
 
-Node 0 creates the run directory and sends its path to the other nodes, before the ranks start and connect to rank 0.
+All nodes share a disk. Node 0 creates the run directory and sends its path to the other nodes. Then the ranks start.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ftbench.spec.experiment import Experiment
 
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 MEETING_S = 600.0  # longest wait for the other nodes, as in torchrun
-_HELLO_S = 10.0  # longest wait for a line of a connected node
+_HELLO_S = 10.0  # longest wait for a message from a connected node
 _RETRY_S = 0.2
 
 
 def number(spec: Experiment) -> int:
-    """Return the number of this node. Raise MissingError if the environment does not define it."""
+    """Return the number of this node from the environment variables. Raise MissingError if they are missing."""
     count = spec.launch.nodes
     node, port = os.environ.get("NODE_RANK") or os.environ.get("SLURM_NODEID", ""), os.environ.get(PORT, "")
     with suppress(ValueError):
@@ -37,7 +37,7 @@ def number(spec: Experiment) -> int:
 
 
 def announce(count: int, path: Path, signals_pipe: int) -> socket.socket:
-    """Send the run directory to all other nodes unless a signal arrives. Return the listening socket, for rank 0."""
+    """Send the path of the run directory to all other nodes, unless a signal arrives. Return rank 0's open socket."""
     try:
         listener = socket.create_server(("", int(os.environ[PORT])))
     except OSError as error:
@@ -64,7 +64,7 @@ def announce(count: int, path: Path, signals_pipe: int) -> socket.socket:
 
 
 def ask(node: int) -> Path:
-    """Return the run directory from node 0. Raise MissingError if there is no valid answer."""
+    """Ask node 0 for the run directory, and return its path. Raise MissingError without a valid answer."""
     where, end = (os.environ[ADDRESS], int(os.environ[PORT])), time.monotonic() + MEETING_S
     while True:
         try:

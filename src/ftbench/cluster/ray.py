@@ -1,7 +1,7 @@
 """`sweep --on ray`: each cell is a Ray task on a running cluster.
 
-A task trains in a temporary folder of its node and returns the run's files, so the nodes need no shared disk. Ray runs
-it again if the node or its worker is lost.
+A task trains in a temporary folder and returns the files of the run. Therefore, the nodes do not need a shared disk. If
+a node or a process is lost, Ray starts the task again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def slots(on: str, spec: Experiment) -> tuple[Sequence[RaySlot], dict[str, Any]]:
-    """Return a slot per GPU of the cluster (per node without GPUs), and the machine.json of a node."""
+    """Return one slot per GPU of the cluster (without GPUs, per node), and the content of a node's machine.json."""
     ray = _connect(on)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus, cpus = ([int(node[kind]) for node in nodes if node.get(kind, 0) >= 1] for kind in ("GPU", "CPU"))
@@ -83,7 +83,7 @@ def _reason(error: BaseException) -> str:
 
 @dataclass(slots=True)
 class RaySlot:
-    """Runs one task at a time. `needs` are the resources of a task. `shared` is true if nodes have several GPUs."""
+    """A slot that runs one Ray task at a time, with the resources `needs`. `shared`: a node has several GPUs."""
 
     name: str
     needs: dict[str, Any]
@@ -92,7 +92,7 @@ class RaySlot:
     trains: bool = field(default=True, init=False)
 
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
-        """Train on a node that Ray chooses."""
+        """Train a job on a node that Ray chooses, and return the result."""
         import ray
 
         created = create(job)
@@ -125,7 +125,7 @@ def train(
     name: str, values: dict[str, Any], source: bytes, sets: list[str], gpu: str | None, shared: bool,
     threads: str | None,
 ) -> dict[str, bytes]:  # fmt: skip
-    """Train on this node. Return the run's files, state.json last, so that it exists only in complete runs."""
+    """Train on this node, and return the run's files as {path: content}. The last file is state.json."""
     os.environ.pop(_THREADS, None)  # Ray sets it to 1; `threads` is the user's setting
     os.environ |= {} if threads is None else {_THREADS: threads}
     order = Order(Experiment.model_validate(values), source, sets)

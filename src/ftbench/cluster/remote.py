@@ -1,4 +1,4 @@
-"""Functions that Slurm and Ray share: describe a node, train on it, and record a run without a result."""
+"""Functions for Slurm and Ray: describe a node, train on a node, and record a run that ended without a result."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -14,14 +14,14 @@ from ftbench.sweep.gpu_slots import LocalSlot, RunControl
 
 
 def describe(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the machine.json of this node."""
+    """Return the content of machine.json for this node. `values` is the spec as a dictionary."""
     return runner.describe(Experiment.model_validate(values))
 
 
 def train(path: Path, order: Order, gpu: str | None, shared: bool) -> FinishedRun:
-    """Train on this node in the new directory `path`. SIGTERM ends the run.
+    """Train on this node in the new directory `path`, and return the result. SIGTERM ends the run.
 
-    Raise MissingError if the node has another GPU than `gpu`: the runs of a sweep must be comparable.
+    Raise MissingError if the node's GPU is not `gpu`, because the runs of a sweep must be comparable.
     """
     if (name := runner.gpu_name(runner.describe(order.spec))) != gpu:
         raise MissingError(
@@ -34,7 +34,7 @@ def train(path: Path, order: Order, gpu: str | None, shared: bool) -> FinishedRu
 
 
 def record(run: RunDir, state: str, reason: str, **more: Any) -> FinishedRun:
-    """Write the state of a run, if the node did not write it and no result has arrived."""
+    """Write state.json for a run that ended without a result. If the run has a result, keep it. Return the run."""
     with suppress(FileExistsError):
         rundir.create_at(run.path)
     if not rundir.read_json(run.state).get("ended_at"):

@@ -1,9 +1,9 @@
-"""`sweep --on slurm`: each cell is an `sbatch --wait` job on a disk that the nodes share.
+"""`sweep --on slurm`: each cell is an `sbatch --wait` job. All nodes share a disk.
 
-A job is `python -m ftbench.cluster.slurm FOLDER`, where FOLDER is `.slurm/<run>/` in the experiment's folder. It trains
-there and moves the run to its final path at the end. A job that Slurm requeues (preemption, a lost node) starts the run
-again. A sweep that was killed submits its unfinished cells again. The jobs of a cell have the same name, so they run
-one after the other (`--dependency=singleton`). A job whose run is finished ends immediately.
+A job runs `python -m ftbench.cluster.slurm FOLDER`. FOLDER is `.slurm/<run>/` in the experiment's folder. The job
+trains in FOLDER, and then moves the run to its final path. If Slurm requeues the job (preemption, a lost node), the run
+starts again. After a sweep was killed, the next session submits the unfinished cells again. Jobs of one cell have the
+same name and run one after the other (`--dependency=singleton`). A job ends immediately if the run is already finished.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _AWAY = ("Unable to contact slurm controller", "Socket timed out")
 def slots(
     on: str, spec: Experiment, source: Path, folder: Path, notify: Callable[[str], None]
 ) -> tuple[Sequence[SlurmSlot], dict[str, Any]]:
-    """Return one slot per job that may be in the queue, and the machine.json of a node."""
+    """Return one slot per job that may be queued at the same time, and the content of a node's machine.json."""
     settings, folder = load_settings(on, source), folder.resolve()
     described = _describe_node(settings, folder, spec, notify)
     earlier = {path.name for path in folder.iterdir()}
@@ -62,7 +62,7 @@ def slots(
 def _describe_node(
     settings: SlurmSettings, folder: Path, spec: Experiment, notify: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the machine.json of a node, written by a job. The result is kept for later sweeps of the folder."""
+    """Return the content of a node's machine.json. Submit a job to get it, or reuse the result of an earlier sweep."""
     launcher = spec.launch.framework if spec.launch.mock == "off" else "mock"
     key = json.dumps([settings.model_dump(mode="json", exclude={"tasks", "time"}), launcher])
     file, job = folder / UNFINISHED / f"{NODE}.json", folder / UNFINISHED / NODE
@@ -89,8 +89,8 @@ def _describe_node(
 
 @contextmanager
 def _submitted(settings: SlurmSettings, folder: Path, order: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """Submit a job and yield its `sbatch --wait` process, which ends when the job ends. An exception in the block
-    cancels the job."""
+    """Submit a job, and yield the process of `sbatch --wait`. The process ends when the job ends. An exception in the
+    `with` block cancels the job."""
     python = shlex.quote(settings.python or sys.executable)
     task = f"{python} -P -m ftbench.cluster.slurm {shlex.quote(str(folder))}"
     with rundir.writing(folder):
@@ -125,8 +125,8 @@ def _submitted(settings: SlurmSettings, folder: Path, order: dict[str, Any]) -> 
 
 
 def _require_accepted(folder: Path, sbatch: subprocess.Popen[str]) -> str:
-    """Return the number of the job. Raise SpecError with the reason if sbatch has refused it, MissingError if the
-    controller does not answer."""
+    """Return the number of the job. Raise SpecError if sbatch refused the job. Raise _AwayError if Slurm's controller
+    did not answer."""
     assert sbatch.stdout is not None
     if number := sbatch.stdout.read().strip().partition(";")[0]:
         return number
@@ -137,7 +137,7 @@ def _require_accepted(folder: Path, sbatch: subprocess.Popen[str]) -> str:
 
 
 def _eventually(read: Callable[[], Any]) -> Any:
-    """Return the first true value of `read`, or its last value after SHARED_S seconds."""
+    """Call `read` until it returns a true value, for at most SHARED_S seconds. Return the last value."""
     end = time.monotonic() + SHARED_S
     while not (value := read()) and time.monotonic() < end:
         time.sleep(_POLL_S)
@@ -145,19 +145,19 @@ def _eventually(read: Callable[[], Any]) -> Any:
 
 
 class _AwayError(MissingError):
-    """The controller of Slurm is not reachable."""
+    """Raised if the controller of Slurm is not reachable."""
 
 
 class _StoppedError(Exception):
-    """The sweep was interrupted, or its time budget ran out."""
+    """Raised if the sweep was interrupted, or if its time budget ran out."""
 
 
 @dataclass(slots=True)
 class SlurmSlot:
-    """Runs one job at a time. `gpu` is the GPU model that each node must have.
+    """A slot that runs one Slurm job at a time. `gpu` is the GPU model that each node must have.
 
-    `earlier` names the runs that existed when the sweep started, and those that it submitted. A job with such a run
-    trains again. Any other run was written by another job of the sweep, so its result is used."""
+    `earlier` has the names of the runs that existed when the sweep started, or that it has submitted. Such runs are
+    trained again. Other existing runs were finished by jobs of an earlier session, and their results are used."""
 
     name: str
     settings: SlurmSettings
@@ -166,7 +166,7 @@ class SlurmSlot:
     trains: bool = field(default=False, init=False)
 
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
-        """Submit a job and wait for its run. Submit it again while the controller is not reachable."""
+        """Submit a job and wait for the result. If the controller is not reachable, submit the job again later."""
         run = job.run
         if run.path.exists() and run.run_id not in self.earlier:  # an earlier job finished it
             return remote.finished(run)
@@ -208,7 +208,7 @@ class SlurmSlot:
 
 
 def _without_result(run: RunDir, folder: Path, number: str) -> FinishedRun:
-    """Record a job that ended before it moved the run to the final path."""
+    """Record the run of a job that ended before the run was moved to its final path."""
     _eventually(lambda: run.state.exists() or (folder / OUTCOME).exists())
     outcome = rundir.read_json(folder / OUTCOME)
     if "error" in outcome and not run.state.exists():
@@ -232,7 +232,7 @@ def _without_result(run: RunDir, folder: Path, number: str) -> FinishedRun:
 
 
 def main(folder: Path) -> int:
-    """Execute the order in a job's folder, and return the exit code."""
+    """Execute the job described by order.json in `folder`, and return the exit code."""
     order = rundir.read_json(folder / ORDER)
     try:
         if "describe" in order:
@@ -245,7 +245,7 @@ def main(folder: Path) -> int:
 
 
 def _train(folder: Path, order: dict[str, Any]) -> int:
-    """Train in the job's folder and move the run to its final path."""
+    """Train in the job's folder, move the run to its final path, and return the exit code."""
     destination, own = RunDir(folder.parents[1] / order["run"]), RunDir(folder / order["run"])
     if destination.state.exists():
         print("the run is already finished")

@@ -33,9 +33,9 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        verdict: `ok`; `warn`: it works, but slower or with doubtful results; `fail`: it prevents a run; `n/a`: it is
-            not installed or could not be checked.
-        text: A sentence. It says how to fix the problem, unless the verdict is `ok`.
+        verdict: `ok`: it works. `warn`: it works, but it is slow or the results are doubtful. `fail`: it prevents runs.
+            `n/a`: it is not installed or could not be checked.
+        text: A sentence about the result. If the verdict is not `ok`, the sentence explains how to fix the problem.
     """
 
     area: str
@@ -49,11 +49,11 @@ class Facts:
     """The facts about this machine.
 
     Attributes:
-        described: The contents of machine.json.
+        described: The content of machine.json.
         torch: The output of `worker.device`. It is empty if torch cannot be imported.
-        why_no_torch: Why torch cannot be imported.
-        environment: The variables of this process.
-        kernel: The name of the kernel's release.
+        why_no_torch: The reason why torch cannot be imported, or None.
+        environment: The environment variables of this process.
+        kernel: The release of the Linux kernel.
     """
 
     described: dict[str, Any]
@@ -64,12 +64,12 @@ class Facts:
 
     @property
     def gpu(self) -> dict[str, Any]:
-        """The GPU of machine.json. It is empty if there is no GPU."""
+        """The first GPU in machine.json. The dictionary is empty without a GPU."""
         return first_gpu(self.described)
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """The compute capability according to NVML, otherwise according to torch."""
+        """The compute capability of the GPU from NVML. If NVML does not report it, it comes from torch."""
         if (known := capability(self.described)) is not None or not self.torch.get("devices"):
             return known
         major, minor = self.torch["devices"][0]["capability"]
@@ -82,7 +82,7 @@ STACK = "stack"
 
 
 def stack(facts: Facts) -> list[Finding]:
-    """Return findings for ftbench, its extras (training first), the build of torch, and the compiler."""
+    """Return findings about installed software: ftbench, its optional packages, the build of torch, the C compiler."""
     about = facts.described["ftbench"]
     commit = f", commit {about['commit'][:12]}" if about["commit"] else ""
     title = f"{about['version']}{commit}, Python {facts.described['os']['python']}"
@@ -96,7 +96,7 @@ def stack(facts: Facts) -> list[Finding]:
 
 
 def requirements() -> list[tuple[Requirement, str]]:
-    """Return the requirements of the installed ftbench with their extras, without those for development."""
+    """Return (requirement, name of its extra) for the packages that ftbench needs. Leave out the extra `dev`."""
     try:
         texts = metadata.requires("ftbench") or ()
     except metadata.PackageNotFoundError:
@@ -106,7 +106,7 @@ def requirements() -> list[tuple[Requirement, str]]:
 
 
 def version(package: str) -> str | None:
-    """Return the installed version of a package, None if it is not installed."""
+    """Return the installed version of a package. Return None if the package is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -165,7 +165,7 @@ GPU = "gpu"
 
 
 def gpu(facts: Facts) -> list[Finding]:
-    """Return the findings. Without a GPU, return one `n/a` finding with the reason."""
+    """Return findings about the GPU, its memory and other processes. Without a GPU, return one `n/a` finding."""
     if facts.gpu:
         answers = {
             "GPU": _card(facts), "memory": _moved_memory(facts), "other processes": _other_processes(facts),
@@ -223,7 +223,7 @@ METHOD = "methods"
 
 
 def methods(facts: Facts) -> list[Finding]:
-    """Return whether each method can train on this machine, with the same rules as `run`."""
+    """Return a finding for each training method: whether it works on this machine. `ftbench run` has the same rules."""
     return [Finding(METHOD, name, *_method(facts, name)) for name in METHODS]
 
 
@@ -251,7 +251,7 @@ DEBUG = (
 
 
 def host(out: Path, environment: Mapping[str, str]) -> list[Finding]:
-    """Return the findings. Contact the Hub for at most launch_checks.WAIT_S seconds."""
+    """Return findings about disks, environment variables and the Hub. Wait at most 3 s for an answer of the Hub."""
     weights, cache = machine.cache_dir(), launch_checks.cache(environment)
     on = [f"{name}={environment[name][:60]}" for name in DEBUG if environment.get(name, "0") not in ("", "0")]
     variables: Answer = (
@@ -268,7 +268,7 @@ def host(out: Path, environment: Mapping[str, str]) -> list[Finding]:
 
 
 def disk(path: Path, fix: str, needed_gb: float, full: Verdict = "fail") -> Answer:
-    """Check that a folder is writable and has `needed_gb` GiB. With less space, the verdict is the argument `full`."""
+    """Check that a folder is writable and has `needed_gb` GiB of free space. `full` is the verdict for less space."""
     folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return "fail", f"{path} is not writable: {fix}"

@@ -1,4 +1,4 @@
-"""All findings about this machine, and whether a spec can run on it."""
+"""Collect all findings about this machine, and decide whether a spec can run on it."""
 
 import dataclasses
 import importlib.util
@@ -30,14 +30,14 @@ CHILD_S = 120.0  # importing torch takes 2 s, or 20 s from a cold disk
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings. `can_run` is None without a spec."""
+    """The result of `ftbench doctor`. `can_run` is True if the given spec can run here. It is None without a spec."""
 
     findings: list[Finding]
     can_run: bool | None
     described: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return one JSON document."""
+        """Return the diagnosis as a JSON document."""
         return {
             "schema": SCHEMA,
             "date": rundir.now(),
@@ -47,7 +47,7 @@ class Diagnosis:
         }
 
     def as_text(self) -> str:
-        """Return the findings by area, then a summary."""
+        """Return the findings as text, grouped by area, followed by a summary."""
         areas = grouped_by(self.findings, lambda finding: finding.area)
         tables = (text_table(["", "", ""], [(f"  {each.verdict}", each.name, each.text) for each in part])
                   for part in areas.values())  # fmt: skip
@@ -58,7 +58,7 @@ class Diagnosis:
 
 
 def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis:
-    """Check this machine, and whether the spec can run on it. Raise SpecError for an invalid spec."""
+    """Check this machine. If a spec is given, check whether it can run here. Raise SpecError for an invalid spec."""
     spec = load(spec_path, sets) if spec_path else None
     facts = gather()
     findings = [
@@ -71,7 +71,7 @@ def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis
 
 
 def _of_spec(spec: Experiment, described: dict[str, Any], out: Path) -> list[Finding]:
-    """Check a spec as `run` does. Return its problems on this machine, or one finding with the expected cost."""
+    """Check a spec like `ftbench run`. Return a finding for each problem, or one finding with the expected cost."""
     problems, expected = list[str](), None
     try:
         launch_checks.check(spec, described)
@@ -90,13 +90,13 @@ def _of_spec(spec: Experiment, described: dict[str, Any], out: Path) -> list[Fin
 
 
 def gather() -> Facts:
-    """Return the facts about this machine. Read the GPU before torch uses it."""
+    """Collect the facts about this machine. Query the GPU before torch uses it."""
     described, environment = machine.describe(), dict(os.environ)
     return Facts(described, *inspect_torch(environment), environment)
 
 
 def inspect_torch(environment: Mapping[str, str], limit_s: float = CHILD_S) -> tuple[dict[str, Any], str | None]:
-    """Import torch in a child process, and return the output of `worker.device`. If this fails, return the reason."""
+    """Import torch in a child process. Return (output of `worker.device`, None). If this fails, return ({}, reason)."""
     if importlib.util.find_spec("torch") is None:
         return {}, "torch is not installed"
     with tempfile.TemporaryDirectory() as folder:

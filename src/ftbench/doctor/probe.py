@@ -1,4 +1,4 @@
-"""`ftbench probe`: measure the peak rates of this machine in a child process and store them."""
+"""`ftbench probe`: measure the peak rates of this machine in a child process, and write them to a file."""
 
 import hashlib
 import importlib.util
@@ -27,11 +27,11 @@ _FIGURES = ("device", "products", "memory", "capacity", "host_link", "launch_us"
 
 
 def probe(out: Path) -> tuple[dict[str, Any], Path]:
-    """Measure this machine within LIMIT_S seconds. Return the document and the file below `out` that contains it.
+    """Measure this machine within LIMIT_S seconds, and write the results to a file. Return the results and the file.
 
     Raises:
-        MissingError: torch is missing or cannot use the GPU, or `out` is not writable.
-        FtbenchError: Nothing could be measured.
+        MissingError: If torch is missing or cannot use the GPU, or if `out` is not writable.
+        FtbenchError: If nothing could be measured.
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingError(
@@ -57,7 +57,7 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
 
 
 def _measure(scratch: Path) -> dict[str, Any]:
-    """Return the measurements of the child process. If it was stopped early, return the finished ones."""
+    """Return the measurements of the child process. After a timeout, return the finished measurements."""
     path, log = scratch / "probe.json", scratch / "log.txt"
     late = f"was stopped after {LIMIT_S:.0f} s"
     environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}  # the driver's order
@@ -74,7 +74,7 @@ def _measure(scratch: Path) -> dict[str, Any]:
 
 
 def file_name(described: dict[str, Any]) -> str:
-    """Return `nvidia-h200-1a2b3c4d.json`, from the GPU's UUID or, without a GPU, from the host name."""
+    """Return a file name such as `nvidia-h200-1a2b3c4d.json`, with a hash of the GPU's UUID or the host name."""
     gpu = first_gpu(described)
     name = gpu.get("name") or described["cpu"]["model"] or "cpu"
     key = gpu.get("uuid") or platform.node()
@@ -83,7 +83,7 @@ def file_name(described: dict[str, Any]) -> str:
 
 
 def _not_free(gpu: dict[str, Any]) -> list[str]:
-    """Return a note if other programs used the GPU."""
+    """Return a list with one note if other programs used the GPU. Otherwise, return an empty list."""
     used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes") or 0
     if not others and used <= FOREIGN_MEMORY_GB:
         return []
@@ -92,7 +92,7 @@ def _not_free(gpu: dict[str, Any]) -> list[str]:
 
 
 def as_text(document: dict[str, Any]) -> str:
-    """Return the document as text."""
+    """Return the document of a probe as text for the terminal."""
     gpu, cpu, device = first_gpu(document["machine"]), document["machine"]["cpu"], document["device"] or {}
     name = gpu.get("name") or f"{cpu['model'] or 'CPU'}, {device.get('threads') or cpu['threads']} threads"
     versions = document["machine"]["versions"]
@@ -113,7 +113,7 @@ def as_text(document: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-# Rows of the second table: label, section of the document, unit, and keys with their words.
+# Rows of the second table: label, section of the document, unit, {key: word in the table}.
 _ROWS = (
     ("memory", "memory", "GB/s", {"copy_gbs": "copy", "triad_gbs": "triad"}),
     ("capacity", "capacity", "GiB", {"total_gb": "for processes (CUDA)", "driver_total_gb": "of (NVML)"}),
@@ -122,7 +122,7 @@ _ROWS = (
 
 
 def _others(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield a row for each other measurement."""
+    """Yield rows (label, values) for launch time, memory, capacity and host link."""
     if document["launch_us"] is not None:
         yield "launch", f"{units.rate(document['launch_us'])} µs"
     for label, section, unit, keys in _ROWS:

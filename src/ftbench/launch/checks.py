@@ -1,4 +1,4 @@
-"""Launchers (everything that can train a spec), and checks before a run starts: machine, packages, files, disk."""
+"""Find the launcher of a spec, and check the machine, packages, files and disk before a run starts."""
 
 import importlib
 import os
@@ -19,29 +19,29 @@ from ftbench.store.rundir import RunDir, first_gpu
 
 MINIMUM_FREE_BYTES = 32 * 2**20
 Verdict = Literal["ok", "warn", "n/a"]
-WAIT_S = 3.0  # longest wait for a request
+WAIT_S = 3.0  # longest wait for an answer of the Hub
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 _UNREACHABLE = "is not in the cache and the Hub cannot be reached"
 _TRUE = ("1", "ON", "YES", "TRUE")
 
 
 class Launcher(Protocol):
-    """A module of this package that turns a spec into the command that trains it."""
+    """Interface of the modules that turn a spec into a training command: trl, frameworks and mock."""
 
     def refusals(self, spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
-        """Return why the spec cannot run on a GPU of this compute capability (None without a GPU)."""
+        """Return error messages for settings that do not work on a GPU of this compute capability (None: no GPU)."""
 
     def check_installed(self, spec: Experiment) -> None:
-        """Raise MissingError with the command to type if a package is missing. Import nothing."""
+        """Raise MissingError with the install command if a package is missing. Do not import the packages."""
 
     def devices(self, spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
         """Return the GPUs that the spec uses, as in machine.json. `visible` is CUDA_VISIBLE_DEVICES."""
 
     def command(self, spec: Experiment, run: RunDir) -> list[str]:
-        """Return the command that trains in a run directory with a spec.json."""
+        """Return the command that trains the spec in a run directory."""
 
     def environment(self, inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
-        """Return the environment of the command."""
+        """Return the environment variables for the command."""
 
 
 LAUNCHERS = {"trl": "trl", "mock": "mock", **dict.fromkeys(FRAMEWORKS, "frameworks")}  # modules of this package
@@ -58,8 +58,8 @@ def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> N
     """Check that a resolved spec can run on this machine with at most `most_nodes` nodes.
 
     Raises:
-        SpecError: A file is missing.
-        MissingError: The machine or the installed packages are not sufficient.
+        SpecError: If a file is missing.
+        MissingError: If the machine or the installed packages are not sufficient.
     """
     sentences = problems(spec, described, most_nodes)
     if sentences and not _file_problems(spec):
@@ -68,8 +68,8 @@ def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> N
 
 
 def problems(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> list[str]:
-    """Return the reasons why a resolved spec cannot run on this machine. `load` has already reported the problems that
-    do not depend on the machine."""
+    """Return an error message for each reason why a resolved spec cannot run on this machine. `check_needed` checks the
+    files and the training packages."""
     others = launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
     if spec.launch.nodes > most_nodes:
         others.append(
@@ -86,8 +86,8 @@ def capability(described: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
-    """Raise SpecError for missing files, DataError for invalid data, and MissingError for missing packages. The
-    message of the SpecError also has `others`."""
+    """Raise SpecError for missing files, DataError for invalid data, and MissingError for missing packages. Add the
+    problems in `others` to the SpecError."""
     if wrong := _file_problems(spec):
         raise SpecError(*wrong, *others)
     check_file(spec.dataset, spec.objective.pairs)
@@ -121,7 +121,7 @@ def check_disk(out: Path) -> None:
 
 
 def checkpoint_problem(folder: Path) -> str | None:
-    """Return why a model directory cannot be loaded, or None. Only the names of its files are checked."""
+    """Return the reason why a model directory cannot be loaded, or None. Check only the names of the files."""
     if not folder.is_dir():
         return f"{folder}: no such folder; a path is relative to its spec file"
     if not (folder / "config.json").is_file():
@@ -147,7 +147,7 @@ def check_hub(spec: Experiment) -> None:
 
 
 def missing(spec: Experiment, environment: Mapping[str, str]) -> list[str]:
-    """Return an error message if the model must be downloaded, and another one if the data set must be downloaded."""
+    """Return error messages: one if the model is not in the cache, one if the data set is not in the cache."""
     problems = list[str]()
     model, kept = spec.model, cache(environment) / f"models--{spec.model.id.replace('/', '--')}"
     if model.weights == "pretrained" and not model.path and not kept.exists():
@@ -160,7 +160,7 @@ def missing(spec: Experiment, environment: Mapping[str, str]) -> list[str]:
 
 
 def _has_data(source: str, environment: Mapping[str, str]) -> bool:
-    """Return whether `datasets` has prepared a data set. It writes names in snake case: `Open-Orca___open_orca`."""
+    """Return whether the cache of `datasets` has a data set. Its folders have names such as `Open-Orca___open_orca`."""
     prepared = Path(environment.get("HF_DATASETS_CACHE") or _home(environment) / "datasets")
     wanted = source.replace("/", "").replace("_", "").lower()
     return prepared.is_dir() and any(path.name.replace("_", "").lower() == wanted for path in prepared.iterdir())
@@ -177,7 +177,7 @@ def _home(environment: Mapping[str, str]) -> Path:
 
 
 def reach(environment: Mapping[str, str]) -> tuple[Verdict, str]:
-    """Check whether models and data sets can be downloaded, with one HEAD request of at most WAIT_S seconds."""
+    """Send one HEAD request to the Hub. Return (verdict, text) about whether the Hub answers within WAIT_S seconds."""
     if variable := next((name for name in _OFFLINE if environment.get(name, "").upper() in _TRUE), None):
         return "n/a", f"not checked because {variable} is set: only cached models and data sets can be loaded"
     endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
@@ -196,7 +196,7 @@ def reach(environment: Mapping[str, str]) -> tuple[Verdict, str]:
 
 
 def _connect(endpoint: str) -> str:
-    """Return why the endpoint cannot be reached. Return an empty text if it answers."""
+    """Return the reason why the endpoint cannot be reached. Return an empty string if the endpoint answers."""
     import urllib.error  # rarely needed, and slow
     import urllib.request
 

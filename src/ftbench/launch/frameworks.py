@@ -1,4 +1,4 @@
-"""The launcher of other frameworks. The worker prepares the run and then starts the framework's interpreter."""
+"""The launcher for frameworks other than trl. The worker prepares the run, then starts the framework's interpreter."""
 
 import os
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from ftbench.store import machine
 devices, command = trl.devices, trl.command
 _LIMIT_S = 30
 _PRINT_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
-# Telemetry and version checks of these frameworks are off.
+# Switch off telemetry and version checks of the frameworks.
 _SWITCHES = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "DISABLE_VERSION_CHECK": "1", "USE_HF": "1"}
 
 
 def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
-    """Return why the spec cannot run on a GPU of this compute capability (None without a GPU)."""
+    """Return error messages for settings that do not work on a GPU of this compute capability (None: no GPU)."""
     sentences = machine_incompatibilities(spec, capability)
     if spec.launch.settings == "best" and capability is None:
         sentences.append("launch.settings best: its kernels need a GPU, and this machine has none: use plain")
@@ -35,16 +35,17 @@ def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
 
 
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
-    """Return the child's environment. It is the environment for trl, without the frameworks' telemetry."""
+    """Return the environment variables for the worker. Switch off the telemetry of the frameworks."""
     return trl.environment(inherited, spec) | _SWITCHES
 
 
 def check_installed(spec: Experiment) -> None:
-    """Raise MissingError with the command to type if a package is missing in either interpreter.
+    """Raise MissingError with the install command if a package is missing.
 
-    ftbench's interpreter prepares the run. The framework's interpreter must have the tested version of the framework.
+    Check the interpreter of ftbench, which prepares the run. Check the interpreter of the framework for the tested
+    version.
     """
-    trl.check_installed(spec.model_copy(update={"optimizations": Optimizations()}))  # the framework applies them
+    trl.check_installed(spec.model_copy(update={"optimizations": Optimizations()}))  # these need no package here
     wanted, python = FRAMEWORKS[spec.launch.framework], interpreter(spec.launch)
     if not Path(python).is_file() or not os.access(python, os.X_OK):
         raise MissingError(f"launch.python: {spec.launch.python}: no such interpreter; {wanted.way}")
@@ -67,8 +68,8 @@ def check_installed(spec: Experiment) -> None:
 
 @lru_cache(maxsize=16)
 def _version(python: str, package: str) -> str:
-    """Return the version of a package in an interpreter's environment. Return an empty text if the package is not
-    installed, or if the interpreter does not start or does not end."""
+    """Return the version of a package that an interpreter can import. Return an empty string if the package is missing,
+    or if the interpreter does not work."""
     try:
         return run_program(
             [python, "-c", _PRINT_VERSION, package], _LIMIT_S, {**os.environ, **_SWITCHES}

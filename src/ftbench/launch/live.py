@@ -14,7 +14,7 @@ from ftbench.core import processes
 from ftbench.core.table import wrapped
 
 REFRESH_S = 1.0  # the view uses the CPU of the measured run
-_LOG_LINE = 110  # columns after the time of a line without a terminal
+_LOG_LINE = 110  # maximum length of a progress line in a log, without the time
 
 
 class _Console(Console):
@@ -25,8 +25,8 @@ class _Console(Console):
 
 
 class LiveView:
-    """Context manager that shows progress. On a terminal the view is live. Otherwise it prints a report every
-    `log_every_s` seconds."""
+    """Context manager that shows progress on stderr. On a terminal, it updates the same lines. Otherwise, it prints new
+    lines every `log_every_s` seconds."""
 
     def __init__(self, log_every_s: float | None = None) -> None:
         self._log_every_s, self._shown = log_every_s, time.monotonic()
@@ -42,12 +42,12 @@ class LiveView:
                 self._live.stop()
 
     def event(self, text: str) -> None:
-        """Print a line with the time."""
+        """Print a line of text that begins with the current time."""
         with processes.optional_stderr():
             self._console.print(Text(wrapped(f"{time.strftime('%H:%M:%S')}  {text}", 10)))
 
     def show(self, lines: Sequence[str]) -> None:
-        """Show the lines, at most once per interval. Before the first call, the terminal is free for questions."""
+        """Show the lines, at most once per interval. On a terminal, the live display starts with the first call."""
         every = REFRESH_S if self._live else self._log_every_s
         if not every or time.monotonic() - self._shown < every:
             return
@@ -63,8 +63,8 @@ class LiveView:
 
 
 def fitting(line: str, width: int) -> str:
-    """Shorten `cell: step 3 · 149 tokens/s · loss 2.1 · about 9 s left · …` to a width: first drop the last parts, then
-    the start of the cell's name."""
+    """Shorten a line such as `cell: step 3 · 149 tokens/s · loss 2.1 · about 9 s left` to a width. First drop the last
+    parts, then the start of the cell's name."""
     while len(line) > width and line.count(" · ") > 3:
         line = line.rpartition(" · ")[0]
     name, _, rest = line.rpartition(": ")

@@ -1,6 +1,6 @@
 """A mock run: `python -m ftbench.launch.mock RUN_DIRECTORY` writes the files of a worker without training.
 
-It tests the plan of a sweep without a GPU. Step time and memory grow with the batch. All of its files contain `mock`.
+Use mock runs to try a sweep without a GPU. Their step time and memory are invented, and grow with the batch size.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ftbench.errors import MissingError
 from ftbench.store.rundir import ARCHIVED, SCHEMA, RunDir, read_json, write_json
 from ftbench.store.steps import StepsWriter
 
-if TYPE_CHECKING:  # a mock run starts fast
+if TYPE_CHECKING:  # not imported at run time, to start fast
     from ftbench.spec.experiment import Experiment
 
 GPU = "mock (no GPU)"
-STEPS = 10  # default
+STEPS = 10  # number of steps without train.max_steps
 TOKENS = 100  # tokens per sample
 PAUSE_S = 0.01  # real duration of a step; `slow` takes a second
 HANGS_AFTER = 3
@@ -30,16 +30,16 @@ _FACTOR = {"full": 2.0, "lora": 1.0, "qlora": 1.3, "unsloth": 0.8}  # factor of 
 
 
 def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
-    """Return nothing: a mock runs on any machine."""
+    """Return an empty list, because a mock run works on any machine."""
     return []
 
 
 def check_installed(spec: Experiment) -> None:
-    """Do nothing: a mock needs only ftbench."""
+    """Do nothing, because a mock run needs only ftbench."""
 
 
 def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
-    """Return mock GPUs with memory for a batch of `launch.mock_fits`."""
+    """Return invented GPUs with memory for a batch of `launch.mock_fits` samples."""
     return [{"name": GPU, "memory_gb": _FIXED_GB + _PER_SAMPLE_GB * (spec.launch.mock_fits + 0.5)}] * spec.launch.gpus
 
 
@@ -49,7 +49,7 @@ def command(spec: Experiment, run: RunDir) -> list[str]:
 
 
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
-    """Return the inherited environment."""
+    """Return the inherited environment variables."""
     return dict(inherited)
 
 

@@ -1,4 +1,4 @@
-"""The outcome of a run: the final state, the summary, and clean logs."""
+"""Finish a run: write the final state and the summary, and remove secrets from the logs."""
 
 import signal
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ _LOG_TAIL, _PART = 64 * 2**10, 2**24  # bytes
 
 
 def finish(run: RunDir, ended: process.Exit) -> tuple[dict[str, Any], RunSummary]:
-    """Write and return the state and the summary of a run. Raise MissingError if the disk is full."""
+    """Write the state and the summary of an ended run, and return both. Raise MissingError if the disk is full."""
     return _complete(run, final_state(run, ended))
 
 
 def finish_killed(run: RunDir) -> None:
-    """Write the missing files of a run that ended after its parent was killed."""
+    """Write the missing files of a run if ftbench was killed and the worker ended later."""
     state = rundir.read_json(run.state)
     if run.reserve.exists() and state.get("state") in ("ok", "oom", "timeout", "error"):
         _complete(run, {key: value for key, value in state.items() if key != "owner"})
 
 
 def _complete(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], RunSummary]:
-    """Write the merged steps, the profile, the state and the summary, and clean the logs."""
+    """Write the merged steps, the profile, the state and the summary, and remove secrets from the logs."""
     try:
         ranks.write_merged(run)
         state |= _finish_profile(run)
@@ -44,7 +44,7 @@ def _complete(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], RunSu
 
 
 def final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
-    """Return the state that the worker wrote. If there is none, derive it from the worker's exit and log."""
+    """Return the final state of a run. If the worker did not write a result, use its exit code and its log."""
     state = rundir.read_json(run.state)
     written = state.get("state")
     rank, behind = state.get("rank"), state.pop("behind", None)
@@ -84,7 +84,7 @@ def _log_tail(run: RunDir) -> str:
 
 
 def exit_code(state: dict[str, Any]) -> int:
-    """Return the exit code of a command whose run has this state."""
+    """Return the exit code of `ftbench run` for a run with this state."""
     if state["state"] == "ok":
         return 0
     if state["state"] == "interrupted":
@@ -93,9 +93,9 @@ def exit_code(state: dict[str, Any]) -> int:
 
 
 def _write_results(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], RunSummary]:
-    """Write state and summary, and return both.
+    """Write state.json and summary.json, and return both.
 
-    A run that ended well becomes `not finite` if its losses are not numbers, unless it is a control run.
+    A successful run with NaN or infinite losses gets the state `not finite`. A control run keeps the state `ok`.
     """
     summarised = summary.summarise(run, state)
     is_control = rundir.read_json(run.spec_json).get("measure", {}).get("control", "off") != "off"
@@ -111,7 +111,7 @@ def _write_results(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _finish_profile(run: RunDir) -> dict[str, Any]:
-    """Write the profile from the worker's records. Return the error state if they cannot be read."""
+    """Write the profile from the worker's traces. If a trace cannot be read, return the keys of an error state."""
     if not run.profile.is_dir():
         return {}
     from ftbench.profile import files
@@ -125,7 +125,7 @@ def _finish_profile(run: RunDir) -> dict[str, Any]:
 
 
 def _redact_logs(run: RunDir) -> None:
-    """Remove secrets from the output of the worker and its libraries."""
+    """Remove secrets from the logs of the worker and its libraries."""
     for log in run.path.glob("log*.txt"):
         if any(without_secrets(text) != text for text in _parts(log)):
             clean = log.with_name(f".{log.name}")

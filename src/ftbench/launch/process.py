@@ -1,7 +1,7 @@
-"""Run one child process in a separate session, and end it with all of its descendants. This needs Linux.
+"""Run one child process in a separate session, and end this process with all of its descendants (Linux).
 
-The child runs under a supervisor (`process_tree.py`). Signals to ftbench arrive in a pipe, so they never interrupt
-other code. While the child is measured, this process waits and uses almost no CPU.
+The child runs under a supervisor (`process_tree.py`). Signals to ftbench arrive in a pipe. Therefore, they do not
+interrupt other code. While the child is measured, this process waits and uses almost no CPU.
 """
 
 import os
@@ -25,7 +25,7 @@ TICK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The reason why ftbench ends its child, with the state to record: `timeout` or `interrupted`."""
+    """The reason why ftbench ends a run. `state` becomes the state of the run: `timeout` or `interrupted`."""
 
     state: str
     reason: str
@@ -33,12 +33,12 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a child ended.
+    """How a child process ended.
 
     Attributes:
-        code: Exit code, or minus the signal.
-        stop: Set if ftbench ended the child.
-        kernel_oom: Whether the kernel's OOM killer was active.
+        code: Exit code. If a signal ended the child, the negative signal number.
+        stop: The reason if ftbench ended the child, else None.
+        kernel_oom: Whether the kernel's OOM killer probably ended the child.
         wall_s: Seconds from start to end.
     """
 
@@ -55,10 +55,10 @@ def run_child(
     signals_pipe: int,
     watch: Callable[[], Stop | None] = lambda: None,
 ) -> Exit:
-    """Run a command until it ends. Append its output to `log`.
+    """Run a command until it ends, and append its output to `log`.
 
-    The first byte in `signals_pipe` (see `signals`) ends the command early. So does a Stop from `watch`, which is
-    called about twice per second.
+    A byte in `signals_pipe` (see `signals`) ends the command early. `watch` is called about twice per second. If it
+    returns a Stop, the command ends early too.
     """
     kills = _kernel_oom_kills()
     begin = time.monotonic()
@@ -85,10 +85,10 @@ def run_child(
 def run_module(
     name: str, arguments: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float, late: str
 ) -> tuple[Exit, str | None]:
-    """Run a module of ftbench for at most `limit_s` seconds.
+    """Run a module of ftbench in a child process, for at most `limit_s` seconds.
 
-    Return how it ended, and the problem as text, if any (`late` after the limit). Raise KeyboardInterrupt if a signal
-    ended it.
+    Return (exit, problem). `problem` is None after a success, and the text `late` after a timeout. Raise
+    KeyboardInterrupt after a signal.
     """
     end = time.monotonic() + limit_s
 
@@ -105,7 +105,7 @@ def run_module(
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log, or an empty text."""
+    """Return the last line of a log that is not empty, or an empty string."""
     with suppress(OSError):
         lines = (line.strip() for line in reversed(log.read_text(errors="replace").splitlines()))
         return next(filter(None, lines), "")[:300]
@@ -125,9 +125,9 @@ def _wait(line: int, signals_pipe: int, watch: Callable[[], Stop | None]) -> Sto
 
 
 def _end_all(child: subprocess.Popen[bytes], line: socket.socket, signals_pipe: int) -> None:
-    """Send SIGTERM to the process group if the child is running, and kill everything after the grace period.
+    """End the child and its descendants. Send SIGTERM to a running child, and kill all processes after GRACE_S seconds.
 
-    A second signal to this process skips the grace period.
+    A second signal to this process skips the wait.
     """
     ended = line.fileno()
     if not select.select([ended], [], [], 0)[0]:
@@ -144,10 +144,10 @@ def _end_all(child: subprocess.Popen[bytes], line: socket.socket, signals_pipe: 
 
 @contextmanager
 def signals() -> Iterator[int]:
-    """Yield the reading end of a pipe that receives a byte for each SIGTERM, SIGHUP and SIGINT within the block.
+    """Yield the read end of a pipe. In the `with` block, each SIGTERM, SIGHUP and SIGINT writes one byte to the pipe.
 
-    Signals that are ignored (nohup) stay ignored. The interpreter itself writes the byte, so a signal just before a
-    wait ends that wait. Outside of the main thread, the pipe receives nothing.
+    Ignored signals (nohup) stay ignored. The interpreter itself writes the byte. Therefore, a signal shortly before a
+    `select` call ends this call. In a thread other than the main thread, the pipe stays empty.
     """
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     main = threading.current_thread() is threading.main_thread()
@@ -166,7 +166,7 @@ def signals() -> Iterator[int]:
 
 
 def _kernel_oom_kills() -> int:
-    """Return the number of kills by the kernel's OOM killer on this machine, including those in control groups."""
+    """Return how many processes the kernel's OOM killer has killed on this machine, including control groups."""
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

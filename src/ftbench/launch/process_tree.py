@@ -1,9 +1,9 @@
 """The supervisor of a run. `python -I -S process_tree.py COMMAND…` runs a command and ends its descendants (Linux).
 
 The supervisor is a subreaper (prctl(2)): orphaned descendants become its children, even in another session. Its stdin
-is a socket to ftbench. When the command or the socket ends, it kills all of its children. If the supervisor itself is
-killed, the kernel kills the command (parent death signal), and ftbench kills the process group (`process.py`).
-This file imports nothing of ftbench, so it starts fast.
+is a socket to ftbench. When the command ends or ftbench closes the socket, the supervisor kills all of its children. If
+the supervisor is killed, the kernel kills the command (parent death signal), and ftbench kills the process group
+(`process.py`). This file does not import ftbench, to start fast.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def main(command: list[str]) -> None:
 def _execute(command: list[str], supervisor: int) -> None:
     die_with_parent()
     try:
-        if os.getppid() == supervisor:  # it may have ended before the death signal was set
+        if os.getppid() == supervisor:  # the supervisor may have ended before the death signal was set
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.execvp(command[0], command)
     except OSError as error:
@@ -51,12 +51,12 @@ def _execute(command: list[str], supervisor: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends."""
+    """Make the kernel kill this process when its parent process ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _reap(ended: dict[int, int]) -> bool:
-    """Add the wait status of all ended children. Return whether others are running."""
+    """Add the pid and wait status of each ended child to `ended`. Return whether other children are running."""
     try:
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -68,7 +68,7 @@ def _reap(ended: dict[int, int]) -> bool:
 
 
 def _children() -> list[int]:
-    """Return the pids of all children (proc(5), field 4 of stat)."""
+    """Return the pids of all child processes, from field 4 of /proc/PID/stat (proc(5))."""
     children = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
@@ -82,7 +82,7 @@ def _children() -> list[int]:
 
 
 def _kill(pid: int) -> bool:
-    """Kill a process. Return False if it belongs to another user (setuid)."""
+    """Kill a process. Return False if the process belongs to another user (setuid), which is not permitted."""
     try:
         os.kill(pid, signal.SIGKILL)
     except PermissionError:
@@ -91,12 +91,12 @@ def _kill(pid: int) -> bool:
 
 
 def exit_like(code: int) -> None:
-    """Exit with the given exit code, or by the given signal if `code` is minus its number."""
+    """Exit with the exit code `code`. If `code` is negative, end this process by the signal number `-code`."""
     if code >= 0:
         sys.exit(code)
     import resource
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has written its own core
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has already written a core dump
     if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
     with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Progress of a running worker, read from its files, and the watchdog that ends a hanging one."""
+"""Read the progress of a running worker from its files, and decide whether the worker hangs."""
 
 import time
 from collections import deque
@@ -16,11 +16,11 @@ START_S = 1800.0  # limit before the third step, while weights are downloaded an
 STEP_S = 300.0  # minimum for later steps: a new shape, a slow disk
 COMPILE_S = 900.0  # minimum if a new shape is compiled again
 _RECENT = 20  # steps used for the remaining time
-PATIENCE = 20  # a run is ended if it makes no progress for this many times the slowest step so far
+PATIENCE = 20  # longest time without progress, relative to the slowest step so far
 
 
 class Progress:
-    """Progress of a run. `changed` is the time of the last change of its files (monotonic clock, s)."""
+    """Progress of a run. `changed` is the time of the last progress, in seconds of the monotonic clock."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -53,7 +53,7 @@ class Progress:
             self._grown(self.run.log)
 
     def _grown(self, path: Path) -> bool:
-        """Return whether a file's size or time has changed since the last call."""
+        """Return whether the size or the modification time of a file has changed since the last call."""
         try:
             status = path.stat()
         except OSError:
@@ -67,13 +67,13 @@ class Progress:
 
     @property
     def planned(self) -> int | None:
-        """The total number of steps. It is None if the last step has no progress ratio."""
+        """The total number of steps of the run, or None if it is not known yet."""
         step, ratio = (self.last.step, self.last.progress_ratio) if self.last else (None, None)
         return round(step / ratio) if step and ratio else None
 
     def left_s(self) -> float | None:
-        """Return the seconds until the last step, from the pace of recent steps. Return None before the second
-        step."""
+        """Return the remaining seconds of the training, from the duration of recent steps. Return None before the
+        second step."""
         if self.planned is None or len(self._pace) < 2:
             return None
         (first, begun), (last, ended) = self._pace[0], self._pace[-1]
@@ -81,7 +81,7 @@ class Progress:
         return max(0.0, left - (time.monotonic() - self._stepped))
 
     def text(self) -> str:
-        """Return the progress as one line, with the most important parts first. At first, it is `starting`."""
+        """Return the progress as one line of text, such as `step 3 of 20 · 149 tokens/s`, or `starting` at first."""
         if self.last is None:
             return self.phase.replace("_", " ") or "starting"
         last, left = self.last, self.left_s()
@@ -96,10 +96,10 @@ class Progress:
 
 
 class Watchdog:
-    """Decides when a run must end: its timeout, the sweep's deadline, or no progress."""
+    """Decide whether a run must end: after its timeout, at the sweep's deadline, or if it makes no progress."""
 
     def __init__(self, spec: Experiment, progress: Progress, deadline: float | None = None) -> None:
-        """Set the sweep's `deadline` (monotonic clock, s)."""
+        """Start the timeout of the run. `deadline` is the end of the sweep's time budget (monotonic clock, seconds)."""
         self._launch, self._progress, self._deadline = spec.launch, progress, deadline
         self._floor = COMPILE_S if spec.optimizations.compile else STEP_S
         self._begin = time.monotonic()
@@ -119,8 +119,8 @@ class Watchdog:
         return None
 
     def limit_s(self) -> float | None:
-        """Return the longest time without progress, in seconds. It is based on the steps of this run. Return None if
-        the limit is off."""
+        """Return the longest allowed time without progress in seconds. With `no_step_s: auto`, the time depends on the
+        slowest step of the run. Return None if the limit is off."""
         limit = self._launch.no_step_s
         if limit == "off":
             return None

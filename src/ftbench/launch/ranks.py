@@ -1,8 +1,8 @@
 """Start one process per GPU: `python -P -m ftbench.launch.ranks RUN_DIRECTORY GPUS NODES NODE COMMAND…`.
 
-It sets torchrun's variables and ends all ranks as soon as one fails. Then node 0 writes the run's state. The state
-names the rank that failed first or, after a hang, the rank that is behind. torchrun is not used, because it imports
-torch before the ranks start. Its error file also has no entry for a rank that hangs or is killed.
+This module sets torchrun's variables. If a rank fails, it ends all ranks. Then node 0 writes the run's state with the
+number of the rank that failed first. After a hang, this is the rank that is behind the others. torchrun is not used: it
+imports torch before the ranks start, and it does not report ranks that hang or are killed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LISTENER = "FTBENCH_RENDEZVOUS"  # variable with the file descriptor of rank 0's
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 POSITIONS = ("data", "forward", "backward", "optimizer")  # phases of a step, in order
-Ended = dict[int, tuple[int, bool]]  # for each rank: its exit code, and whether ftbench ended it
+Ended = dict[int, tuple[int, bool]]  # {rank: (exit code, whether ftbench ended the rank)}
 
 
 def node_number(spec: Experiment) -> int:
-    """Return the number of this machine in the run. Raise MissingError if the environment does not define it."""
+    """Return the number of this machine in the run, from 0. Raise MissingError if environment variables are missing."""
     if spec.launch.nodes == 1:
         return 0
     from ftbench.cluster import nodes
@@ -46,13 +46,13 @@ def node_number(spec: Experiment) -> int:
 
 
 def around(command: Sequence[str], spec: Experiment, run: RunDir) -> list[str]:
-    """Return the command that runs `command` once per rank of this machine."""
+    """Return the command that starts `command` once for each rank of this machine."""
     numbers = (spec.launch.gpus_of_node, spec.launch.nodes, node_number(spec))
     return [sys.executable, "-P", "-m", "ftbench.launch.ranks", str(run.path.resolve()), *map(str, numbers), *command]
 
 
 def too_many(spec: Experiment, described: Mapping[str, Any]) -> list[str]:
-    """Return an error if the machine has too few GPUs. Without any GPU the ranks run on the CPU."""
+    """Return an error message if the machine has too few GPUs. Without a GPU, the ranks run on the CPU."""
     available, ranks = len(gpus_of(described)), spec.launch.gpus_of_node
     if not available or available >= ranks:
         return []
@@ -85,7 +85,7 @@ def main(path: str, count: int, nodes: int, node: int, command: Sequence[str]) -
 
 
 def _listener(run: RunDir, nodes: int, node: int, signals_pipe: int) -> AbstractContextManager[socket.socket | None]:
-    """Return rank 0's listening socket. It is open before the ranks start, so no other program can take its port."""
+    """Open the listening socket of rank 0 before the ranks start. Then other programs cannot use its port."""
     if nodes == 1:
         return socket.create_server(("127.0.0.1", 0))
     from ftbench.cluster.nodes import announce
@@ -94,7 +94,7 @@ def _listener(run: RunDir, nodes: int, node: int, signals_pipe: int) -> Abstract
 
 
 def _of_other_nodes(run: RunDir, ranks: range, patience: float) -> Ended:
-    """Return how the ranks of other nodes have ended, from their states on the shared disk."""
+    """Return how each rank of the other nodes ended, from the states of these ranks on the shared disk."""
     end = time.monotonic() + patience
     while True:
         states = {rank: read_json(run.of_rank(rank).state).get("state") for rank in ranks}
@@ -104,12 +104,12 @@ def _of_other_nodes(run: RunDir, ranks: range, patience: float) -> Ended:
 
 
 def _lost(node: int) -> dict[str, Any]:
-    """Return a state for a rank that did not write its state."""
+    """Return the state of a rank that did not write a state, because its machine was lost."""
     return {"state": "error", "reason": f"its machine (node {node}) was lost"} if node else {}
 
 
 def _wait(children: Mapping[int, subprocess.Popen[bytes]], signals_pipe: int) -> Ended:
-    """Wait for the ranks. Return how each has ended, in the order of their ends."""
+    """Wait until all ranks of this node have ended. Return how each rank ended, the first to end first."""
     ended: Ended = {}
     waiting = {os.pidfd_open(child.pid): rank for rank, child in children.items()}
     end: float | None = None
@@ -138,7 +138,7 @@ def _send(number: int, children: Sequence[subprocess.Popen[bytes]]) -> None:
 def _start(
     command: Sequence[str], rank: int, count: int, nodes: int, listener: socket.socket | None
 ) -> subprocess.Popen[bytes]:
-    """Start a rank with torchrun's variables. With several nodes, the address variables are set already."""
+    """Start the process of a rank with torchrun's variables. With several nodes, the user has set MASTER_ADDR."""
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     numbers = map(str, (rank, rank % count, nodes * count, count, rank // count))
     env = {"OMP_NUM_THREADS": str(threads), **os.environ} | dict(zip(VARIABLES, numbers, strict=True))
@@ -151,9 +151,9 @@ def _start(
 
 
 def _verdict(ended: Ended, states: Mapping[int, dict[str, Any]]) -> tuple[int, int, dict[str, Any]]:
-    """Return the rank whose state becomes the run's state, an exit code, and the keys to add to this state.
+    """Find the rank that caused the end of the run. Return this rank, an exit code, and keys to add to its state.
 
-    A rank that lost the connection to another rank is not the cause. Neither is a rank that ftbench ended.
+    A rank that lost the connection to another rank is not the cause. A rank that ftbench ended is not the cause either.
     """
     stopped = [rank for rank, state in states.items() if ended[rank][1] and state.get("state") in (None, "interrupted")]
     failed = [rank for rank, (code, _) in ended.items() if code and rank not in stopped]
@@ -165,7 +165,7 @@ def _verdict(ended: Ended, states: Mapping[int, dict[str, Any]]) -> tuple[int, i
 
 
 def _behind(states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return the rank that is behind all others. Each rank wrote its step and phase when ftbench ended it."""
+    """Return the rank with the least progress, and its phase and step. Return an empty dict if two ranks are equal."""
     points = {rank: _point(state) for rank, state in states.items()}
     if len(points) < 2 or list(points.values()).count(lowest := min(points.values())) > 1:
         return {}
@@ -175,7 +175,7 @@ def _behind(states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _point(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the progress of a rank: its step, and its position within the step. A step begins with its data."""
+    """Return the progress of a rank: its step, and the index of its phase. A step begins with the phase `data`."""
     phase = state.get("phase")
     return (state.get("step") or 0) + (phase == "data"), POSITIONS.index(phase) if phase in POSITIONS else -1
 

@@ -1,4 +1,4 @@
-"""One run: check the spec, create the directory, start the worker, watch it, and write the summary."""
+"""Execute one run: check the spec, create the run directory, start and watch the worker, and write the summary."""
 
 import os
 import time
@@ -38,9 +38,9 @@ class FinishedRun:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A run that is to be executed: the resolved spec, the text of its file, and the `--set` changes.
+    """The input of a run: the resolved spec, the content of its file, and the `--set` changes.
 
-    `store` is the results folder if the run directory is elsewhere.
+    `store` is the results folder. It is set only if the run directory is outside of this folder.
     """
 
     spec: Experiment
@@ -57,19 +57,19 @@ def run(
     on_tick: Callable[[Progress], None] = lambda progress: None,
     on_checked: Callable[[Experiment, dict[str, Any]], None] = lambda spec, described: None,
 ) -> FinishedRun:
-    """Train the spec once.
+    """Train a spec once in a new run directory, and return the result.
 
     Args:
         spec_path: The spec file.
-        sets: `--set` changes.
+        sets: The `--set` changes.
         out: Folder of all results.
         on_start: Called with the new run directory.
         on_tick: Called about twice per second with the progress.
-        on_checked: Called with the resolved spec and this machine before the directory is created.
+        on_checked: Called with the resolved spec and the content of machine.json, before the directory is created.
 
     Raises:
-        SpecError: The spec is invalid.
-        MissingError: The spec cannot run on this machine.
+        SpecError: If the spec is invalid.
+        MissingError: If the spec cannot run on this machine.
     """
     spec = load(spec_path, sets)
     described = describe(spec)
@@ -87,9 +87,9 @@ def run(
 
 
 def _join(spec: Experiment, node: int, described: dict[str, Any], on_start: Callable[[RunDir], None]) -> FinishedRun:
-    """Run the ranks of this node in node 0's directory, and return the run after node 0 has written its summary.
+    """Run the ranks of this node in the run directory of node 0. Return the run after node 0 has written the summary.
 
-    Raise MissingError if the directory is not reachable, SpecError if node 0 trains another spec.
+    Raise MissingError if the directory is not reachable. Raise SpecError if node 0 trains another spec.
     """
     from ftbench.cluster.nodes import ask
 
@@ -111,12 +111,12 @@ def _join(spec: Experiment, node: int, described: dict[str, Any], on_start: Call
 
 
 def experiment(spec: Experiment) -> str:
-    """Return the folder name of a spec's runs. Mock runs get a separate folder."""
+    """Return the name of the folder for the runs of a spec. Mock runs have a separate folder."""
     return spec.name if spec.launch.mock == "off" else f"{spec.name}-mock"
 
 
 def describe(spec: Experiment, visible: str | None = None) -> dict[str, Any]:
-    """Return machine.json with the GPUs that the spec uses. `visible` is a value of CUDA_VISIBLE_DEVICES."""
+    """Return the content of machine.json with the GPUs of the spec. `visible` is a value for CUDA_VISIBLE_DEVICES."""
     return {**machine.host(), "gpus": launcher_of(spec).devices(spec, visible)}
 
 
@@ -133,19 +133,19 @@ def execute(
     environment: Mapping[str, str] | None = None,
     deadline: float | None = None,
 ) -> FinishedRun:
-    """Train in a new directory and write state.json and summary.json.
+    """Train a spec in a new run directory, write state.json and summary.json, and return the result.
 
     Args:
-        created: The run directory.
-        order: The run.
-        described: machine.json.
-        signals_pipe: Reading end of a pipe. A byte ends the worker; the files are written anyway.
+        created: The new run directory.
+        order: The spec, its file and the `--set` changes.
+        described: Content of machine.json.
+        signals_pipe: Read end of a pipe. A byte in the pipe ends the worker. The files are written in any case.
         on_tick: Called about twice per second with the progress.
-        environment: Added to the variables of this process.
-        deadline: End of the sweep's time budget (monotonic clock, s).
+        environment: Environment variables that are added to those of this process.
+        deadline: End of the sweep's time budget, in seconds of the monotonic clock.
 
     Raises:
-        MissingError: The disk is full, or the process cannot be started.
+        MissingError: If the disk is full, or if the process cannot be started.
     """
     spec = order.spec
     try:

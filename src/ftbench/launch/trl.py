@@ -1,4 +1,4 @@
-"""The launcher of ftbench's worker, which uses trl's trainer."""
+"""The launcher for trl: start ftbench's worker, which trains with trl's trainers."""
 
 import importlib.util
 import sys
@@ -24,7 +24,7 @@ _FLASH = {
 
 
 def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
-    """Return why the spec cannot run on a GPU of this compute capability (None without a GPU)."""
+    """Return error messages for settings that do not work on a GPU of this compute capability (None: no GPU)."""
     problems = machine_incompatibilities(spec, capability)
     attention = spec.optimizations.attention
     module, package = _FLASH.get(attention, ("", ""))
@@ -42,20 +42,20 @@ def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
 
 
 def command(spec: Experiment, run: RunDir) -> list[str]:
-    """Return the command of the worker. With several ranks, return the command of `launch/ranks.py`, which starts the
-    worker once per rank.
+    """Return the command that starts the worker. With several ranks, it runs `launch/ranks.py`, which starts one worker
+    per rank.
 
-    -P removes the current directory from the module path, so that a user's `random.py` is not imported.
+    `-P` removes the current directory from sys.path. Otherwise, Python could import a user's `random.py`.
     """
     worker = [sys.executable, "-P", "-m", "ftbench.worker", str(run.path.resolve())]
     return ranks.around(worker, spec, run) if spec.launch.ranks > 1 else worker
 
 
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
-    """Return the child's environment.
+    """Return the environment variables for the worker.
 
-    Only the requested GPUs are visible, because transformers would train on all visible ones with nn.DataParallel. GPUs
-    are numbered as by the driver. Telemetry and logging services are off.
+    Only the requested GPUs are visible. Otherwise, transformers would train on all GPUs with nn.DataParallel. GPUs have
+    the numbers of the driver. Telemetry and logging services are off.
     """
     foreign = (*ranks.VARIABLES, *(ranks.MEETING if spec.launch.nodes == 1 else ()))
     env = {name: value for name, value in inherited.items() if name not in foreign}
@@ -67,7 +67,7 @@ def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str
 
 
 def check_installed(spec: Experiment) -> None:
-    """Raise MissingError with the command to type if a package is missing. Import nothing."""
+    """Raise MissingError with the install command if a package is missing. Do not import the packages."""
     needed = [*NEEDED]
     if (spec.method.quantised and not spec.method.mxfp4) or spec.train.optimizer in BITSANDBYTES:
         needed.append("bitsandbytes")

@@ -1,1 +1,1 @@
-"""Analyse a recorded trace: kernels by group, phases, idle time and communication. Does not import torch."""
+"""Analyse a recorded trace without torch: kernels by group, phases, idle time and communication."""

@@ -1,4 +1,4 @@
-"""Compute the contents of profile/kernels.json from a trace: kernels by group, phases, idle time, communication."""
+"""Compute the content of profile/kernels.json from a trace: kernels by group, phases, idle time, communication."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -11,17 +11,17 @@ from ftbench.profile.work import COMMUNICATION, GROUPS, OTHER, DeviceWork, Phase
 
 SCHEMA = 1
 _MOST_KERNELS = 300
-_WAITS = 3  # a driver call that takes this many times the usual duration counts as waiting
+_WAITS = 3  # a driver call has waited if its duration is more than 3 times the usual duration
 
 
 def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | None = None) -> dict[str, Any]:
-    """Return the document. Times are in ms and cover the profiled window of `steps` steps.
+    """Return the content of kernels.json. Times are in ms, summed over all profiled steps.
 
     Args:
-        trace: the trace.
-        work: the device work of the trace (`work_of`).
-        step_before_s: median step before the profiler ran, in seconds. Profiling slows launches, so
-            `busy_share_unprofiled` divides the GPU time by this.
+        trace: The events of the trace file.
+        work: The kernels or operators of the trace, from `work_of`.
+        step_before_s: Median time of the steps before profiling, in seconds. Profiled steps are slower. Therefore,
+            `busy_share_unprofiled` is the GPU time divided by this time.
     """
     phases = PhaseSpans(trace.phases)
     begin, end = trace.window
@@ -53,17 +53,17 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
 
 
 def _host_waits(trace: Trace) -> float | None:
-    """Return the time for which threads that launch kernels waited in the driver. Return None without a GPU.
+    """Return how long the threads that launch kernels waited in the CUDA driver, in ms. Return None without a GPU.
 
-    A launch waits while the queue of the GPU is full. If the launches never wait, the step is launch-bound. The
-    profiler slows launches. Without it, the queue fills earlier and launches wait longer than this time.
+    A launch waits while the queue of the GPU is full. If launches never wait, the step is launch-bound. The profiler
+    slows launches. Without the profiler, the queue fills earlier, and launches wait longer.
     """
     calls = [[span for span in spans if span.kind == "call"] for spans in trace.threads.values()]
     launching = [own for own in calls if any(LAUNCH.match(call.name) for call in own)]
     lengths = sorted(call.end - call.begin for own in launching for call in own)
     if not trace.kernels or not lengths:
         return None
-    usual = lengths[len(lengths) // 20]  # most calls may wait
+    usual = lengths[len(lengths) // 20]  # not the median, because most calls may wait
     return sum(length - usual for length in lengths if length > _WAITS * usual)
 
 
@@ -77,7 +77,7 @@ def _groups(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
 
 
 def _sums(work: Iterable[DeviceWork], key: Callable[[DeviceWork], Any]) -> dict[Any, tuple[float, int]]:
-    """Return the time in ms and the number of calls for each key of the work."""
+    """Group the work by `key`. Return {key: (time in ms, number of calls)}."""
     sums: dict[Any, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for each in work:
         time, calls = sums[key(each)]
@@ -86,7 +86,7 @@ def _sums(work: Iterable[DeviceWork], key: Callable[[DeviceWork], Any]) -> dict[
 
 
 def _kernels(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
-    """Return a row per name and group, the longest first, and one row for the rest."""
+    """Return one row per kernel name and group, the longest time first. The last row has the sum of all others."""
     sums = _sums(work, lambda each: (each.name, each.group))
     order = sorted(sums.items(), key=lambda pair: -pair[1][0])
     rows = [(*key, *both) for key, both in order[:_MOST_KERNELS]]
@@ -102,7 +102,7 @@ def _kernels(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
 def _phases(
     trace: Trace, phases: PhaseSpans, work: Iterable[DeviceWork], gaps: Iterable[tuple[float, float]]
 ) -> list[dict[str, Any]]:
-    """Return for each phase: time of the training thread, time of the work launched in it, and device idle time."""
+    """Return for each phase, in ms: time of the training thread, time of the launched work, idle time of the GPU."""
     cpu: dict[str, float] = defaultdict(float)
     device: dict[str, float] = defaultdict(float)
     idle: dict[str, float] = defaultdict(float)
@@ -118,10 +118,10 @@ def _phases(
 
 
 def _communication(trace: Trace, work: Sequence[DeviceWork]) -> dict[str, float] | None:
-    """Return the communication of the profiled steps, or None without any.
+    """Return the communication time of the profiled steps. Return None without communication.
 
     Returns:
-        `total_ms`, `exposed_ms` (no other work ran at the same time), and `overlap_share` (the share during which
+        `total_ms`, `exposed_ms` (the part during which no other work ran), and `overlap_share` (the share during which
         other work ran).
     """
     begin, end = trace.window

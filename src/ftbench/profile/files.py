@@ -1,4 +1,4 @@
-"""The files of `profile/` in a run's directory: analyse the traces of the worker, and load the results."""
+"""Analyse the traces in a run's folder `profile/`, and read and write the file kernels.json."""
 
 import statistics
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ def finish(run: RunDir) -> None:
     """Read the trace of each rank, and write kernels.json next to it. Do nothing without traces.
 
     Raises:
-        TraceError: a trace cannot be read. The other ranks are still processed.
+        TraceError: If a trace cannot be read. The traces of the other ranks are still processed.
     """
     ranks = [run, *(run.of_rank(int(path.name[4:])) for path in sorted(run.profile.glob("rank[0-9]*")))]
     errors, warnings = list[str](), list[str]()
-    for rank in reversed(ranks):  # the first rank last: its profile includes the others' warnings
+    for rank in reversed(ranks):  # rank 0 comes last, because its profile includes the warnings of all ranks
         if (rank.profile / rundir.TRACE).is_file():
             try:
                 warnings[:0] = _finish(rank, len(ranks), warnings)
@@ -35,7 +35,7 @@ def finish(run: RunDir) -> None:
 
 
 def _finish(run: RunDir, ranks: int, others: Sequence[str]) -> list[str]:
-    """Process the trace of one rank, and return its warnings."""
+    """Write kernels.json from the trace of one rank, and return the warnings about this trace."""
     trace = read(run.profile / rundir.TRACE)
     own = [trace.lost if ranks == 1 else f"rank {run.rank or 0}: {trace.lost}"] if trace.lost else []
     document = analyse(trace, work_of(trace), step_before(run)) | {"warnings": [*own, *([] if run.rank else others)]}
@@ -47,7 +47,7 @@ def _finish(run: RunDir, ranks: int, others: Sequence[str]) -> list[str]:
 
 
 def step_before(run: RunDir) -> float | None:
-    """Return the median of the steps just before the profiler started, in seconds, or None."""
+    """Return the median time in seconds of the steps just before profiling. Return None if it was not measured."""
     first, last = (rundir.read_json(run.profile / rundir.WINDOW).get("timed") or [0, -1])[:2]
     rows, _ = read_steps(run.steps)
     times = [row.step_time_s for row in rows if row.phase == "train" and first <= (row.step or 0) <= last]
@@ -56,7 +56,7 @@ def step_before(run: RunDir) -> float | None:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Return kernels.json. Raise SpecError if it is invalid."""
+    """Return the content of kernels.json in `folder`. Raise SpecError if the file is invalid."""
     document = rundir.read_json(folder / KERNELS)
     if document.get("steps", 0) < 1:
         raise SpecError(f"{folder / KERNELS}: not a profile that this version can read: profile again")

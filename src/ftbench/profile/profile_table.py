@@ -1,4 +1,4 @@
-"""Print a profile: groups, kernels, phases, communication."""
+"""Format a profile as text: kernels by group, kernels, phases, communication."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ _KERNELS = 15
 
 
 def document_of(run: RunDir) -> dict[str, Any] | None:
-    """Return the profile of a run, or None."""
+    """Return the content of a run's kernels.json, or None if the run was not profiled."""
     return files.load(run.profile) if (run.profile / files.KERNELS).is_file() else None
 
 
@@ -45,7 +45,7 @@ def run_text(run: RunDir) -> str:
 
 
 def _sent(document: dict[str, Any], folder: Path) -> str:
-    """Return a row per rank: the time of its communication, and the part of it for which the step waits."""
+    """Return a table with one row per rank: communication time, and the part of this time that the step waits for."""
     documents = [document, *(read_json(path) for path in sorted(folder.glob("rank[0-9]*/kernels.json")))]
     ranks = [(rank, each["communication"]) for rank, each in enumerate(documents) if each.get("communication")]
     if not ranks:
@@ -59,7 +59,7 @@ def _sent(document: dict[str, Any], folder: Path) -> str:
 
 
 def _rank(rank: int, folder: Path) -> str:
-    """Return the number of a rank, with its pipeline stages if it has any."""
+    """Return the number of a rank. With pipeline parallelism, add its stages: `1, stage 2 and 3`."""
     stages = read_json(RunDir(folder.parent).of_rank(rank).applied).get("parallel", {}).get("stages", [])
     return f"{rank}, stage {' and '.join(map(str, stages))}" if stages else str(rank)
 
@@ -78,7 +78,7 @@ def _head(document: dict[str, Any]) -> list[tuple[str, str]]:
         busy += " in operators; the rest is Python and waiting"
     elif document["busy_share_unprofiled"] is not None:
         busy += f"; {units.percent(document['busy_share_unprofiled'])} of the steps just before the profile"
-    waits = document.get("host_waits_ms")  # older profiles lack it
+    waits = document.get("host_waits_ms")  # older profiles do not have this key
     left = [] if waits is None else [f"{waits / document['steps']:.3f} ms of a step are left until launch-bound"]
     per_step, work = [idle[key] / document["steps"] for key in ("ms", "gaps")], "kernels" if on_gpu else "operators"
     return [
@@ -97,7 +97,7 @@ def _percent(share: float) -> str:
 
 
 def _files(folder: Path) -> list[tuple[str, str]]:
-    """Return the files of a profile for other programs, and where to open them."""
+    """Return table rows for the trace and the memory snapshot: the path, and the web page that opens the file."""
     files = (("trace", TRACE, "ui.perfetto.dev"), ("memory", SNAPSHOT, "pytorch.org/memory_viz"))
     return [
         row for label, name, page in files if (folder / name).is_file()

@@ -1,6 +1,6 @@
 """Read a PyTorch trace file (Chrome trace-event format, written by Kineto).
 
-Times are milliseconds since the first profiled step. The spans of a thread nest.
+Times are milliseconds since the first profiled step. The spans of a thread are nested.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 GLOO = "gloo:"  # prefix of spans in gloo's threads
 _CALLS = {"cuda_runtime", "cuda_driver"}
 LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
-_LEAST_SEEN, _NEARLY_ALL = 0.9, 0.99  # shares of launches with a kernel: below, fail or warn
+_LEAST_SEEN, _NEARLY_ALL = 0.9, 0.99  # share of launches with a recorded kernel: below 0.9 fail, below 0.99 warn
 _LESS = (
     "CUPTI of CUDA 12.6 to 13.0 loses kernel times (pytorch#192021): profile fewer steps (--steps 1), switch "
     "optimizations.compile off, or use a torch built for CUDA 13.1 or newer"
@@ -31,15 +31,15 @@ _LESS = (
 
 
 class TraceError(FtbenchError):
-    """A trace that cannot be read."""
+    """Raised if a trace cannot be read or lacks kernels."""
 
 
 @dataclass(slots=True)
 class Span:
-    """A span of a CPU thread or of the GPU.
+    """A time span of a CPU thread or of the GPU, from `begin` to `end` in ms.
 
-    `kind` is op (operator), range (annotation), call (driver API) or kernel (GPU). `sequence` links an operator with
-    its backward pass.
+    `kind` is `op` (operator), `range` (annotation), `call` (driver API) or `kernel` (GPU). An operator and its backward
+    operator have the same `sequence` number.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Span:
 
 @dataclass(slots=True)
 class Trace:
-    """A trace.
+    """The events of a trace file.
 
-    `steps` are (begin, end) and `phases` are (begin, end, name), sorted. `threads` maps a thread to its spans, sorted
-    by begin. `gpu` is the name of the first GPU in the file.
+    `steps` is a sorted list of (begin, end), and `phases` of (begin, end, name). `threads` has the spans of each
+    thread, sorted by begin. `gpu` is the name of the first GPU in the file.
     """
 
     gpu: str | None = None
@@ -69,12 +69,12 @@ class Trace:
 
     @property
     def window(self) -> tuple[float, float]:
-        """From the begin of the first step to the end of the last step or its last kernel."""
+        """The profiled time: (start of the first step, end of the last step or of its last kernel)."""
         return self.steps[0][0], max([self.steps[-1][1], *(kernel.end for kernel in self.kernels)])
 
 
 def read(path: Path) -> Trace:
-    """Return the trace in a .json.gz file. Raise TraceError if it is invalid or has no profiled step."""
+    """Return the trace in a .json.gz file. Raise TraceError if the file is invalid or has no profiled step."""
     trace = Trace()
     try:
         gpus = _read_events(path, trace).get("deviceProperties") or [{}]
@@ -89,7 +89,7 @@ def read(path: Path) -> Trace:
 
 
 def _read_events(path: Path, trace: Trace) -> dict[str, Any]:
-    """Parse the events one by one and add them to the trace, which saves memory. Return the rest of the document."""
+    """Parse a trace file, and add each event to `trace` at once to save memory. Return the rest of the document."""
 
     def keep(value: dict[str, Any]) -> dict[str, Any] | None:
         if "ph" not in value:
@@ -131,7 +131,7 @@ def _keep(trace: Trace, event: dict[str, Any]) -> None:
 
 
 def _settle(trace: Trace) -> None:
-    """Count times from the first step, sort the events, and set the parent of each."""
+    """Shift all times to start at the first step, sort the events, and set the parent of each span."""
     trace.steps.sort()
     origin = trace.steps[0][0]
     trace.steps = [(begin - origin, end - origin) for begin, end in trace.steps]
@@ -145,9 +145,9 @@ def _settle(trace: Trace) -> None:
 
 
 def _check_gpu(trace: Trace, path: Path) -> None:
-    """Raise TraceError if the profiler lost most kernels, and set `lost` if it lost some.
+    """Raise TraceError if the profiler lost more than 10 % of the kernels. Set `trace.lost` above 1 %.
 
-    Under FSDP on two H200 (torch 2.11), no kernel was recorded for 13,068 launches, so the GPU seemed to be idle.
+    With FSDP on two H200 (torch 2.11), no kernel was recorded for 13,068 launches, and the GPU seemed to be idle.
     """
     calls = (span for spans in trace.threads.values() for span in spans if span.kind == "call")
     launched = {call.correlation for call in calls if LAUNCH.match(call.name)}

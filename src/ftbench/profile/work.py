@@ -1,8 +1,8 @@
-"""Device work of a trace: each kernel or operator with its group, its operator and its phase of the step.
+"""Find the group, the operator and the phase of each kernel in a trace. Without a GPU, do this for CPU operators.
 
-The group follows from the name and, if the name is ambiguous, from the operator that launched the kernel. The patterns
-match the kernel names of libraries: cuBLAS (`nvjet_*`, `sm80_xmma_gemm_*`, `ampere_*gemm*`), CUTLASS, cuDNN, PyTorch's
-own (`at::native::…`), Inductor's (`triton_poi_*` pointwise, `triton_red_*` and `triton_per_*` reductions,
+The name of a kernel determines its group. If the name is ambiguous, the operator that launched the kernel decides. The
+patterns match kernel names of these libraries: cuBLAS (`nvjet_*`, `sm80_xmma_gemm_*`, `ampere_*gemm*`), CUTLASS, cuDNN,
+PyTorch (`at::native::…`), Inductor (`triton_poi_*` pointwise, `triton_red_*` and `triton_per_*` reductions,
 `triton_tem_*` templates), flash-attention, xformers (`fmha_cutlass*`), bitsandbytes (`kDequantizeBlockwise`), Liger,
 unsloth, NCCL.
 """
@@ -20,8 +20,8 @@ MATMUL, ATTENTION, NORM, QUANTISE = "matmul", "attention", "norm/elementwise", "
 OPTIMIZER, LOSS, COMMUNICATION, COPY, OTHER = "optimizer", "loss", "communication", "memory copy", "other"
 GROUPS = (MATMUL, ATTENTION, NORM, QUANTISE, OPTIMIZER, LOSS, COMMUNICATION, COPY, OTHER)
 
-# Names that are unambiguous. Attention comes before matmul because its kernels use CUTLASS too. The loss comes before
-# quantization because its compiled kernels clamp and copy.
+# Unambiguous names. Attention comes before matmul, because attention kernels use CUTLASS too. The loss comes before
+# quantization, because compiled loss kernels clamp and copy.
 _UNAMBIGUOUS: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"nccl|all_?reduce_kernel|one_shot_all|two_shot_all|symm_mem"),
     (COPY, r"^Mem(cpy|set)\b"),
@@ -75,17 +75,17 @@ _OPERATORS: tuple[tuple[str, str], ...] = (
     (NORM, r"^aten::|^triton_|^prims::|^liger|Backward\d*$|AccumulateGrad"),
 )  # fmt: skip
 _BY_PHASE = {rows.OPTIMIZER: OPTIMIZER, rows.CLIP: OPTIMIZER, rows.LOSS: LOSS, rows.METRICS: LOSS}
-_CALLERS = (ATTENTION, QUANTISE, LOSS, OPTIMIZER)  # groups that include the plain kernels they launch
+_CALLERS = (ATTENTION, QUANTISE, LOSS, OPTIMIZER)  # operators of these groups include the plain kernels they launch
 
 
 def group_of_kernel(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
     """Return the group of a GPU kernel.
 
     Args:
-        name: name of the kernel.
-        operators: operators that were running at the launch, innermost first.
-        phase: phase of the step.
-        in_loss: whether the kernel computes the loss or its gradient.
+        name: Name of the kernel.
+        operators: Operators that were running at the launch, innermost first.
+        phase: Phase of the step.
+        in_loss: Whether the kernel computes the loss or its gradient.
     """
     if (group := _first(_UNAMBIGUOUS, name)) is not None:
         return group
@@ -95,8 +95,7 @@ def group_of_kernel(name: str, operators: Iterable[str] = (), phase: str | None 
 
 
 def group_of_operator(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
-    """Return the group to which an operator's own time on a CPU belongs. `operators` are the enclosing operators,
-    innermost first."""
+    """Return the group of an operator on a CPU. `operators` are the operators that called it, innermost first."""
     own = _first(_OPERATORS, name)
     if own not in (None, NORM):
         return str(own)
@@ -155,10 +154,10 @@ def _cut(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """A piece of device work. It is a kernel or, without a GPU, an interval in which an operator itself ran.
+    """A kernel on the GPU. Without a GPU, an interval of a CPU operator, not including the operators that it calls.
 
-    `operator` is the innermost operator that launched it, or empty. `call` is 1 for the first interval of an operator
-    and 0 for the others.
+    `operator` is the innermost operator that launched the kernel, or empty. `call` is 1 for the first interval of an
+    operator, and 0 for its other intervals.
     """
 
     name: str
@@ -171,7 +170,7 @@ class DeviceWork:
 
 
 class PhaseSpans:
-    """The phases of the training thread over time. Work of other threads, such as autograd's, belongs to them."""
+    """The phases of a step over time. Work of all threads, such as autograd's, belongs to the phase at its start."""
 
     def __init__(self, phases: list[tuple[float, float, str]]) -> None:
         self._phases = phases
@@ -184,7 +183,7 @@ class PhaseSpans:
         return rows.OTHER
 
     def within(self, begin: float, end: float) -> Iterator[tuple[str, float]]:
-        """Yield the phases within an interval and their duration in it."""
+        """Yield (phase, duration) for each phase in an interval. The duration is the part inside the interval."""
         for index in range(max(0, bisect_right(self._begins, begin) - 1), len(self._phases)):
             start, stop, name = self._phases[index]
             if start >= end:
@@ -194,7 +193,7 @@ class PhaseSpans:
 
 
 def work_of(trace: Trace) -> list[DeviceWork]:
-    """Return the device work sorted by begin: kernels and copies, or operators on a CPU."""
+    """Return the work of a trace, sorted by start time: kernels and copies on a GPU, or operators on a CPU."""
     phases = PhaseSpans(trace.phases)
     loss = _loss_sequences(trace, phases)
     return list(_on_gpu(trace, phases, loss) if trace.kernels else _on_cpu(trace, phases, loss))
@@ -225,7 +224,7 @@ def _on_cpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> list[DeviceWork
 
 
 def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator[DeviceWork]:
-    """Yield the intervals in which an operator itself ran. Intervals of the operators that it calls are excluded."""
+    """Yield the intervals in which each operator ran. Leave out the time of the operators that it calls."""
     stack: list[Span] = []
     begun: set[int] = set()
     begin = 0.0
@@ -254,14 +253,14 @@ def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator
 
 
 def enclosing(span: Span | None) -> Iterator[Span]:
-    """Yield the spans around a span, innermost first, without driver calls."""
+    """Yield the spans that contain the given span, innermost first. Leave out driver calls."""
     while span is not None and (span := span.parent) is not None:
         if span.kind != "call":
             yield span
 
 
 def _loss_sequences(trace: Trace, phases: PhaseSpans) -> set[int]:
-    """Return the sequence numbers of the loss's operators. Their backward operators have the same numbers."""
+    """Return the sequence numbers of operators that compute the loss. Their backward operators have equal numbers."""
     return {
         span.sequence for spans in trace.threads.values() for span in spans
         if span.sequence is not None and not span.backward and phases.at(span.begin) == rows.LOSS
@@ -273,7 +272,7 @@ def _of_loss(span: Span, loss: set[int]) -> bool:
 
 
 def union(stretches: Iterable[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
-    """Return the union of intervals within a window, sorted and without overlaps."""
+    """Cut intervals to the window from `begin` to `end`, and merge overlapping intervals. Return a sorted list."""
     merged: list[tuple[float, float]] = []
     for start, stop in sorted(stretches):
         start, stop = max(start, begin), min(stop, end)
@@ -287,6 +286,6 @@ def union(stretches: Iterable[tuple[float, float]], begin: float, end: float) ->
 
 
 def complement(busy: list[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
-    """Return the parts of a window outside a `union`."""
+    """Return the gaps between the sorted intervals `busy` in the window from `begin` to `end`."""
     edges = [begin, *(edge for stretch in busy for edge in stretch), end]
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]

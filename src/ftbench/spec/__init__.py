@@ -1,1 +1,1 @@
-"""What to run: frozen objects without I/O; only load.py reads files."""
+"""Define the spec of a run as frozen objects, and load it from YAML files."""

@@ -1,4 +1,4 @@
-"""Variants of the plain recipe that `ftbench ablate` tries."""
+"""List the variants of the plain recipe. `ftbench ablate` trains them and compares their speed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ftbench.spec.reading import as_text
 
 PLAIN = "plain"
 OPTIMIZER = "train.optimizer"
-OPTIMIZERS = ("adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit")  # tried instead of adamw_torch
+OPTIMIZERS = ("adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit")  # `ablate` tries them instead of adamw_torch
 ROUNDED = ("adamw_torchao_fp32", "adamw_torchao_bf16", "adamw_torchao_8bit")  # also tried for 16-bit weights
 
 Changes = Mapping[str, Any]  # values by dotted key; the keys are `optimizations.*` and `train.optimizer`
@@ -24,8 +24,8 @@ class Variant:
 
     Args:
         name: Name in tables.
-        key: The optimization that it tests.
-        changes: Its changes to the plain recipe.
+        key: The tested optimization, or `optimizer`.
+        changes: Changes to the plain recipe.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Variant:
 
 
 def variants(optimizer: str, only: Sequence[str] = (), full: bool = False) -> list[Variant]:
-    """Return the variants of a plain recipe.
+    """Return the variants of a plain recipe: one for each value of each optimization, and one for each optimizer.
 
     Args:
         optimizer: The optimizer of the recipe.
-        only: Optimizations or variants to keep.
-        full: Whether every weight is trained.
+        only: Names of optimizations or variants to return. If empty, return all variants.
+        full: Whether the method trains all weights.
 
     Raises:
         SpecError: For an unknown name in `only`.
@@ -87,20 +87,20 @@ def label(changes: Changes) -> str:
 
 
 def plain_spec(spec: Experiment) -> Experiment:
-    """Return the spec with every optimization off and torch's AdamW. An optimizer that is not an AdamW is kept."""
+    """Return the spec with every optimization off. Replace other AdamW optimizers by torch's AdamW, but keep SGD."""
     optimizer = "adamw_torch" if spec.train.optimizer in (*OPTIMIZERS, *ROUNDED) else spec.train.optimizer
     train = spec.train.model_copy(update={"optimizer": optimizer})
     return spec.model_copy(update={"optimizations": Optimizations(), "train": train})
 
 
 def with_changes(spec: Experiment, changes: Changes) -> Experiment:
-    """Return the spec with the changes. It is not validated; call `incompatibilities`."""
+    """Return the spec with the changes, without validation. Call `incompatibilities` to validate the result."""
     parts = {name: getattr(spec, name).model_copy(update=values) for name, values in by_section(changes).items()}
     return spec.model_copy(update=parts)
 
 
 def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
-    """Return the changes grouped by section of the spec."""
+    """Return the changes grouped by section of the spec: {section: {key: value}}."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")
@@ -109,5 +109,5 @@ def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
 
 
 def settings(changes: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
-    """Return the changes as `--set` arguments."""
+    """Return the changes as arguments of `--set`, such as `train.optimizer=sgd`."""
     return tuple(f"{key}={as_text(value)}" for key, value in changes)

@@ -20,7 +20,7 @@ _SWITCHED_OFF: tuple[object, ...] = (None, False, "off", "none", [], ())
 
 
 class Part(BaseModel):
-    """Base class of the sections: frozen, without unknown keys."""
+    """Base class of the sections of a spec. Objects are frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
@@ -28,7 +28,7 @@ class Part(BaseModel):
 
 
 class OlderPart(Part):
-    """A section that had more keys in earlier versions. In older runs, spec.json may have these keys with value off."""
+    """Base class of sections that had more keys in earlier versions. Removed keys are accepted if they are off."""
 
     removed: ClassVar[tuple[str, ...]] = ()
 
@@ -63,14 +63,14 @@ Word = BeforeValidator(_word)  # YAML reads `off` as false and `on` as true
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Return `; did you mean x?` for the most similar of `words`, ignoring case and width, or an empty text."""
+    """Return `; did you mean NAME?` with the most similar of `words`, or an empty string if no word is similar."""
     by_letters = {unicodedata.normalize("NFKC", each).casefold(): each for each in words}
     close = difflib.get_close_matches(unicodedata.normalize("NFKC", word).casefold(), by_letters, n=1)
     return f"; did you mean {by_letters[close[0]]}?" if close else ""
 
 
 def known(word: str, words: Iterable[str], kind: str) -> str:
-    """Return the word. If it is not allowed, raise a ValueError that lists the allowed words."""
+    """Return `word` if it is one of `words`. Otherwise raise a ValueError that lists the allowed words."""
     words = list(words)
     if word not in words:
         raise ValueError(f"{shown(word)} is not a {kind}{nearest(word, words)} (allowed: {', '.join(words)})")
@@ -97,19 +97,19 @@ OWN_LOSS = "unsloth has its own fused loss: set it to off"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimization:
-    """One key of `optimizations:`. Its functions yield error messages. They are called only if the optimization is on.
+    """Declare one optimization: a key of the section `optimizations:` and its rules. The rules apply if it is on.
 
     Args:
         description: The effect and cost of the optimization, in one line.
-        not_with_unsloth: Why it does not work with method unsloth, and what to do instead. None if it works.
-        not_with_dpo: Why it does not work with objective dpo. It is None only if a test compares it with plain dpo.
-        needs_images: Whether it only makes sense for a dataset with images.
-        excludes: For each excluded key of the spec, why this key and the optimization cannot be on at the same time.
-        incompatibilities: Returns other problems, which do not depend on the machine.
-        machine_incompatibilities: Returns problems on a GPU of a given compute capability.
-        after: The optimizations that must be applied first.
-        ablate_with: For each value, additional changes that an ablation makes together with it.
-        not_ablated: Values that an ablation does not try.
+        not_with_unsloth: Error message if the method is unsloth. None if the optimization works with unsloth.
+        not_with_dpo: Error message if the objective is dpo. None if a test compares the optimization with plain dpo.
+        needs_images: Whether the optimization needs a dataset with images.
+        excludes: {key of the spec: error message if this key and the optimization are both on}.
+        incompatibilities: Function that returns error messages for settings of the spec.
+        machine_incompatibilities: Function that returns error messages for a GPU's compute capability.
+        after: Names of the optimizations that must be applied before this one.
+        ablate_with: {value: other changes to the spec when `ftbench ablate` tries this value}.
+        not_ablated: Values that `ftbench ablate` does not try.
     """
 
     type: Any = Switch

@@ -1,7 +1,6 @@
-"""Lengths of synthetic samples, sample order, and packing. The worker builds batches with this module, and the
-estimator predicts batches with it.
+"""Compute the lengths of synthetic samples, the sizes of generated images, the sample order, and packing.
 
-All lengths are in tokens.
+The worker builds batches with these functions, and the estimator predicts the same batches. Lengths are in tokens.
 """
 
 import bisect
@@ -14,19 +13,19 @@ import numpy.typing as npt
 from ftbench.spec.datasets import DATASETS, Dataset
 
 SHORTEST = 2
-DEFAULT_SIGMA = 0.65  # standard deviation of the log length of instruction data
+DEFAULT_SIGMA = 0.65  # standard deviation of log(length) in instruction data
 CAPTION = 40.0  # default mean text length of generated images
 # Aspect ratios of photographs (cameras 4:3 and 3:2, wide 16:9) and of scanned pages (A4, letter).
 _SHAPES = {
     "photographs": ((4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16)),
     "documents": ((210, 297), (17, 22), (297, 210)),
 }
-_SPREAD = {"photographs": 0.4, "documents": 0.2}  # standard deviation of the log area
-WINDOW = 50  # number of batches whose samples are sorted by length together (transformers' LengthGroupedSampler)
+_SPREAD = {"photographs": 0.4, "documents": 0.2}  # standard deviation of log(area)
+WINDOW = 50  # batches per window; samples are sorted by length in each window (transformers' LengthGroupedSampler)
 
 
 def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
-    """Return sample lengths, fixed or log-normal. After truncation at `max_length`, they have the requested mean."""
+    """Return the lengths of `count` samples: all equal, or log-normal. Their mean after truncation is as requested."""
     if dataset.length is not None:
         return [dataset.length] * count
     source = DATASETS[dataset.like] if dataset.like else None
@@ -40,7 +39,7 @@ def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
 
 
 def _scale(spread: npt.NDArray[np.float64], mean: float, sigma: float, longest: int) -> float:
-    """Return the smallest factor by which `spread` must be multiplied to have this mean after truncation."""
+    """Return the smallest factor for which `factor * spread`, truncated to `longest` tokens, has the given mean."""
     low, high = math.log(SHORTEST), math.log(longest) + 4 * sigma
     below, above = 0.0, math.inf
     for _ in range(60):  # bisection: the mean grows with the factor
@@ -56,7 +55,7 @@ def _scale(spread: npt.NDArray[np.float64], mean: float, sigma: float, longest: 
 
 
 def picture_sizes(dataset: Dataset, number: int) -> list[tuple[int, int]]:
-    """Return width and height of each generated image. All have the same size, or random sizes around a mean."""
+    """Return (width, height) in pixels of each generated image: one fixed size for all images, or random sizes."""
     assert dataset.image_size is not None
     if dataset.image_sizes == "fixed":
         return [dataset.image_size] * number
@@ -75,9 +74,9 @@ def packed(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """Pack samples into rows of at most `max_length` tokens (best fit, longest first).
 
     Returns:
-        The indices of the samples of each row. Rows are in the order of their first sample.
+        The sample indices of each row. Rows are sorted by their smallest index.
     """
-    room: list[tuple[int, int]] = []  # free tokens and index of each row, ascending
+    room: list[tuple[int, int]] = []  # (free tokens, index) of each row, ascending
     rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         at = bisect.bisect_left(room, (lengths[index], 0))
@@ -92,7 +91,7 @@ def packed(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 
 
 def length_windows(lengths: Sequence[int], batch_size: int) -> Iterator[list[list[int]]]:
-    """Yield the batches (sample indices) of each window of 50 batches, sorted by length within the window."""
+    """Sort samples by length in windows of 50 batches. Yield the batches of each window as lists of sample indices."""
     for start in range(0, len(lengths), WINDOW * batch_size):
         places = range(start, min(start + WINDOW * batch_size, len(lengths)))
         window = sorted(places, key=lengths.__getitem__, reverse=True)
@@ -100,9 +99,9 @@ def length_windows(lengths: Sequence[int], batch_size: int) -> Iterator[list[lis
 
 
 def grouped(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
-    """Return an order of the samples in which batches have similar lengths.
+    """Return the sample indices in a new order: the samples of each batch have similar lengths.
 
-    Batches are shuffled within each window, so that length does not depend on the step. Incomplete batches come last.
+    Each window of 50 batches is shuffled, to mix short and long batches. Its incomplete batch comes last.
     """
     random = np.random.default_rng(seed)
     result: list[int] = []

@@ -1,4 +1,4 @@
-"""Declare the dataset of a spec, its sources, and the format of its rows. `worker/data/` prepares the samples."""
+"""Declare the section `dataset:` of a spec and the named datasets, and check rows. `worker/data/` prepares samples."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Source:
     """The source of a named dataset.
 
     Args:
-        meaning: One line for `ftbench list datasets`.
+        meaning: One-line description for `ftbench list datasets`.
         hub: Hugging Face dataset id.
-        config: Configuration on the hub.
-        format: Format of its rows.
-        mean_tokens: Mean sample length, used by `dataset.like`.
-        sigma: Standard deviation of the logarithm of the lengths.
-        image_size: Width and height of its images in pixels.
+        config: Configuration (subset) of the hub dataset.
+        format: Format of the rows.
+        mean_tokens: Mean sample length in tokens, used by `dataset.like`.
+        sigma: Standard deviation of log(length), used by `dataset.like`.
+        image_size: Width and height of the images in pixels.
     """
 
     meaning: str
@@ -49,8 +49,8 @@ class Source:
     image_size: tuple[int, int] | None = None
 
 
-# Mean lengths of the two Japanese datasets are the founding study's, truncated at 2,048 tokens (facts/seed figures).
-# The values of sigma resemble instruction and article data.
+# Mean lengths of the Japanese datasets: from the founding study, truncated at 2,048 tokens (docs/evidence).
+# The values of sigma are typical of instruction and article data.
 DATASETS: dict[str, Source] = {
     "sample": Source("200 instruction pairs in Japanese and English that ship with ftbench", format="alpaca"),
     "japanese-alpaca": Source(
@@ -77,7 +77,7 @@ Side = Annotated[Int, Field(ge=8, le=16_384)]
 
 
 HUB, _MADE = "owner/name", ("synthetic", "images")
-_ONLY_FOR = {  # for each key, the datasets that have it
+_ONLY_FOR = {  # {key: datasets that support the key}
     **dict.fromkeys(("format", "columns"), ("file", HUB)), **dict.fromkeys(("subset", "split"), (HUB,)),
     **dict.fromkeys(("length", "mean_length", "like", "structure"), _MADE), "path": ("file",),
     **dict.fromkeys(("image_size", "image_sizes", "images_per_sample"), ("images",)),
@@ -128,22 +128,22 @@ class Dataset(Part):
 
     @property
     def is_made(self) -> bool:
-        """Whether its samples are generated."""
+        """Whether ftbench generates the samples."""
         return self.name in _MADE
 
     @property
     def has_images(self) -> bool:
-        """Whether its samples certainly have images."""
+        """Whether the samples have images. For rows of unknown format, this is False."""
         return self.name == "images" or "image-text" in (self.format, self.source.format)
 
     @property
     def may_have_images(self) -> bool:
-        """Whether its samples may have images. For a file this is not certain, because it is read later."""
+        """Whether the samples may have images. For files and hub datasets this is True: their rows are read later."""
         return self.has_images or self.name == "file" or self.name not in DATASETS
 
     @property
     def has_many_image_sizes(self) -> bool:
-        """Whether its images may differ in size."""
+        """Whether the images may have different sizes."""
         return self.may_have_images and not (self.name == "images" and self.image_sizes == "fixed")
 
     @property
@@ -181,16 +181,16 @@ MOST_CHECKED = 1000  # rows of a file that are checked before a run starts
 
 
 def row_format(dataset: Dataset, row: Mapping[str, Any], where: str, pairs: bool = False) -> str:
-    """Return the format of the rows, detected from the first one.
+    """Return the format of a dataset's rows. If the spec does not set the format, detect it from the first row.
 
     Args:
         dataset: The dataset of the spec.
-        row: Its first row.
-        where: File and line, for messages.
+        row: The first row of the dataset.
+        where: File and line of this row, for error messages.
         pairs: Whether the objective needs preference pairs.
 
     Raises:
-        DataError: If no format matches, or `dataset.columns` names a missing column.
+        DataError: If no format matches, or if a column in `dataset.columns` is missing.
     """
     for role, column in dataset.columns.items():
         if column not in row:
@@ -206,12 +206,12 @@ def row_format(dataset: Dataset, row: Mapping[str, Any], where: str, pairs: bool
 
 
 def named_row(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
-    """Return a row in which the columns of `dataset.columns` also have the names of their roles."""
+    """Return the row with additional keys: for each role in `dataset.columns`, such as `prompt`, the column's value."""
     return {**row, **{role: row.get(column) for role, column in dataset.columns.items()}}
 
 
 def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, where: str) -> Example:
-    """Return the example in a row. Raise DataError if the row is unusable."""
+    """Convert a row into an Example. Raise DataError if the row is invalid."""
     from ftbench.core.data_formats import BadRow, example
 
     try:
@@ -221,7 +221,7 @@ def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, wher
 
 
 def check_file(dataset: Dataset, pairs: bool = False) -> None:
-    """Check the first 1,000 rows of a file. Raise DataError for the first row that cannot be used."""
+    """Check the first 1,000 rows of a file. Raise DataError for the first invalid row."""
     if not dataset.path or not Path(dataset.path).is_file():
         return
     from ftbench.core.data_files import read_file

@@ -1,4 +1,4 @@
-"""The spec of one run, as a frozen object."""
+"""Declare the spec of one run as a frozen object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ftbench.spec.optimizations import Optimizations
 
 
 def experiment_name(value: str) -> str:
-    """Return the name of an experiment. Raise ValueError if it cannot be the name of a folder."""
+    """Return the name of an experiment unchanged. Raise ValueError if it is not valid as the name of a folder."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", value):
         raise ValueError(
             "may have up to 80 letters, digits, dots, dashes and underscores, and must begin with a letter or digit"
@@ -68,7 +68,7 @@ class Model(Part):
 
 
 class Train(OlderPart):
-    """Training settings. Defaults are the founding study's if it states a value."""
+    """Training settings. Most defaults come from the founding study (docs/evidence/founding-text.md)."""
 
     removed = ("report_to",)
 
@@ -120,7 +120,7 @@ CONTROLS = {
     "packed_samples_see_each_other": "samples of a packed row attend to each other",
     "accumulation_divisor": "each micro-batch has the same weight, whatever its number of label tokens",
 }
-DAMAGED, RECORDED = "a control", "recorded for a parity check"  # the warnings of these runs start with this text
+DAMAGED, RECORDED = "a control", "recorded for a parity check"  # first words of the warnings of such runs
 GRADED = tuple(CONTROLS)[2:]  # the controls that `ftbench parity --controls all` runs
 OF_ADAPTERS = (*(name for name in GRADED if name.startswith("lora_")), "frozen_weights_noise")
 
@@ -129,7 +129,7 @@ STEPS_BEFORE_PROFILE = 6  # the first ones load kernels and compile; the last th
 
 
 class Measure(OlderPart):
-    """What is measured, and how often."""
+    """What a run measures, and how often."""
 
     removed = ("generate",)
 
@@ -169,13 +169,13 @@ class Measure(OlderPart):
 
     @property
     def steps_to_profile(self) -> int:
-        """The number of steps of a profiled run. It has steps until the speed is steady, one to warm up the profiler,
-        the profiled steps, and one to record memory."""
+        """The number of steps of a profiled run: 6 until the speed is steady, 1 to warm up the profiler,
+        `profile_steps`, and 1 to record memory."""
         return STEPS_BEFORE_PROFILE + 1 + self.profile_steps + 1
 
 
 class Experiment(Part):
-    """A complete spec."""
+    """The complete spec of one run."""
 
     name: Annotated[str, AfterValidator(experiment_name)] = Field(description="default: the name of the file")
     model: Model
@@ -189,18 +189,18 @@ class Experiment(Part):
 
     @property
     def resolved(self) -> dict[str, dict[str, object]]:
-        """Return the settings that were `auto`: {dotted key: {value, reason}}."""
+        """The values that replaced `auto`: {dotted key: {"value": value, "reason": reason}}."""
         kept: dict[str, dict[str, object]] = self.__dict__.get("_resolved", {})
         return kept
 
     @property
     def global_batch(self) -> int:
-        """Samples per optimizer step over all ranks (rows, if they are packed)."""
+        """Samples per optimizer step, summed over all ranks. With packing, the number of rows."""
         return self.train.batch_size * self.train.gradient_accumulation_steps * self.launch.shares
 
     @property
     def second_model(self) -> bool:
-        """Whether the reference is a second model. With adapters, it is the same model with adapters off."""
+        """Whether training loads a second model as reference. A model with adapters is its own reference."""
         return self.objective.in_step and not self.method.adapters
 
     @field_validator("method", "objective", mode="before")

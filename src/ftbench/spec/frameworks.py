@@ -1,4 +1,4 @@
-"""Frameworks other than trl that can run the training loop, and the settings they support."""
+"""Declare the training frameworks other than trl, and the settings that each framework supports."""
 
 import math
 import os
@@ -18,9 +18,9 @@ _VERSIONS = Path(__file__).resolve().parents[1] / "facts" / "environments"
 
 @dataclass(frozen=True)
 class Framework:
-    """A value of `launch.framework`, with its package, the module of its trainer, and the settings that it supports.
+    """A training framework: its package, the module of its trainer (`entry`), and the supported settings.
 
-    `own_loop` means that the framework does not train with transformers.Trainer.
+    `own_loop` is True if the framework does not train with transformers.Trainer.
     """
 
     package: str
@@ -33,12 +33,12 @@ class Framework:
 
     @property
     def file(self) -> Path:
-        """The requirements file of the tested versions, without torch."""
+        """The requirements file with the tested versions of all packages except torch."""
         return _VERSIONS / f"{self.package}.txt"
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """The tested versions by normalized package name."""
+        """The tested versions: {normalized package name: version}."""
         pairs = (line.partition("==") for line in self.file.read_text().split())
         return {re.sub(r"[-_.]+", "-", name).lower(): version for name, _, version in pairs}
 
@@ -49,7 +49,7 @@ class Framework:
 
     @property
     def way(self) -> str:
-        """Return a sentence that explains how to install the framework."""
+        """A sentence for error messages that explains how to install the framework."""
         name = next(name for name, each in FRAMEWORKS.items() if each is self)
         return f"install it as docs/how-to/other-frameworks.md says ({name}), and set launch.python to DIR/bin/python"
 
@@ -72,12 +72,12 @@ SUPPORTED = {"attention", "gradient_checkpointing", "liger"}
 
 
 def interpreter(launch: Launch) -> str:
-    """Return the interpreter of the framework's environment. Symlinks are not resolved: Python needs them."""
+    """Return the absolute path of `launch.python`. Keep symlinks: Python finds its environment through them."""
     return os.path.abspath(os.path.expanduser(str(launch.python)))
 
 
 def incompatibilities(spec: Experiment) -> list[str]:
-    """Return one message for each setting that the framework does not support. It says how to fix the setting."""
+    """Return an error message for each setting that the framework does not support."""
     launch, on, train = spec.launch, spec.optimizations, spec.train
     if launch.framework == "trl":
         return _of_trl(launch)
@@ -146,10 +146,10 @@ def _of_trl(launch: Launch) -> list[str]:
 
 
 def packs(spec: Experiment) -> bool:
-    """Return whether the framework's best settings include its packing.
+    """Return whether the framework packs several samples into a row (only with `launch.settings: best`).
 
-    Packing needs an attention kernel that separates the samples of a row, because a mask over all pairs would be slower
-    than training without packing. LLaMA-Factory packs only during tokenization, but it gets tokenized rows here.
+    Packing needs flash_attention_2, which separates the samples of a row. With other kernels, packing is slower than
+    padding. LLaMA-Factory packs only while it tokenizes, but ftbench passes tokenized samples.
     """
     launch = spec.launch
     flash = spec.optimizations.attention == "flash_attention_2"

@@ -1,4 +1,4 @@
-"""Identify runs of the same experiment: a hash of everything that changes the result, and a readable name."""
+"""Compute a hash and a readable name for a spec. Specs with the same hash have the same result."""
 
 import hashlib
 import json
@@ -10,25 +10,25 @@ from typing import Any
 from ftbench.spec import objectives
 from ftbench.spec.experiment import Experiment
 
-_END = 1 << 20  # bytes that are hashed at the start and at the end of a file
-# Files of a model directory that decide how text and images become tokens (all versions of transformers).
+_END = 1 << 20  # number of bytes that are hashed at the start and at the end of a file
+# Files of tokenizers and image processors in a model directory (all versions of transformers).
 _TOKENIZER = (
     "chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "chat_template.json",
     "merges.txt", "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.model",
     "vocab.json",
 )  # fmt: skip
 _AS_TEXT = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
-_IGNORED = {  # keys whose value does not change the result
+_IGNORED = {  # keys that do not change the result
     "launch": {"python", "timeout_s", "no_step_s", "mock", "mock_fits"},
     "measure": {"warmup", "save_adapter", "repeats", "profile_steps"},
 }
 
 
 def _relevant(spec: Experiment) -> dict[str, Any]:
-    """Return the keys that change the result.
+    """Return the keys of a spec that change the result, with their values.
 
-    Files count by name and content, not by path, so the same spec on two machines is the same experiment. Defaults are
-    left out, so that a new key with a default does not change the hash of old experiments.
+    A path is replaced by the file's name and hash, because paths differ between machines. Defaults are left out:
+    otherwise each key that a new version adds would change the hash of old experiments.
     """
     values: dict[str, Any] = {
         name: getattr(spec, name).model_dump(mode="json", exclude=_IGNORED.get(name), exclude_defaults=True)
@@ -54,7 +54,7 @@ def _relevant(spec: Experiment) -> dict[str, Any]:
 
 
 def _content(path: Path) -> list[str | int]:
-    """Return the name, size and hash of a file. For a directory, return its name and the same of its config.json."""
+    """Return [name, size, hash] of a file. For a directory, size and hash are those of its config.json."""
     file = path / "config.json" if path.is_dir() else path
     try:
         if file.is_file():
@@ -66,7 +66,7 @@ def _content(path: Path) -> list[str | int]:
 
 
 def _model_files(path: Path) -> list[str | int]:
-    """Return the size and hash of the tokenizer files and of the first weights file in a model directory."""
+    """Return the size and hash of each tokenizer file and of the first weights file in a model directory."""
     weights = sorted(path.glob("*.safetensors"))[:1] if path.is_dir() else []
     return [part for file in (*map(path.joinpath, _TOKENIZER), *weights) for part in _content(file)[1:]]
 
@@ -80,12 +80,12 @@ def _hash(file: Path, size: int, modified: int) -> str:
 
 
 def fingerprint(spec: Experiment, gpu: str | None = None) -> str:
-    """Return twelve hex digits of the SHA-256 of everything that changes the result: the spec and the GPU's name."""
+    """Return 12 hex digits: the start of a SHA-256 over the GPU's name and all keys that change the result."""
     return _digest([_relevant(spec), gpu])
 
 
 def fingerprint_without_batch(spec: Experiment, gpu: str | None = None) -> str:
-    """Return the fingerprint without batch size and accumulation. Runs that share it differ only in batch size."""
+    """Return a fingerprint that ignores batch size and gradient accumulation."""
     values = _relevant(spec)
     values["train"] = values.get("train", {}) | {"batch_size": None, "gradient_accumulation_steps": None}
     return _digest([values, gpu])
@@ -98,7 +98,8 @@ def _digest(values: Any) -> str:
 def slug(spec: Experiment, gpu: str | None = None) -> str:
     """Return a name such as `qwen3-8b-qlora-b4-1f2e3d4c5b6a`: model, method, batch size, fingerprint.
 
-    An objective other than sft, and the strategy with the number of GPUs (`fsdp-2gpus`), come before the batch size.
+    For other objectives than sft, and for several GPUs, the name also has these: `qwen3-8b-lora-dpo-b4-...`,
+    `qwen3-8b-lora-fsdp-2gpus-b4-...`.
     """
     several = f"-{spec.launch.strategy}-{spec.launch.ranks}gpus" if spec.launch.ranks > 1 else ""
     objective = "" if spec.objective.name == "sft" else f"-{spec.objective.name}"
@@ -107,5 +108,5 @@ def slug(spec: Experiment, gpu: str | None = None) -> str:
 
 
 def model_slug(model: str) -> str:
-    """Return `qwen3-8b` for `Qwen/Qwen3-8B`."""
+    """Return a short name for a model id: `qwen3-8b` for `Qwen/Qwen3-8B`."""
     return re.sub(r"[^a-z0-9.]+", "-", model.rsplit("/", 1)[-1].lower()).strip("-.")[:40] or "model"

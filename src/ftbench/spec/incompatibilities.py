@@ -1,7 +1,7 @@
 """Find settings that do not work on any machine or on this machine, and replace each `auto`.
 
-Each message says how to fix the problem. The rules of a method, objective, strategy or optimization are in its
-declaration.
+Each error message explains how to fix the problem. The modules of methods, objectives, strategies and optimizations
+declare further rules.
 """
 
 from operator import attrgetter
@@ -16,7 +16,7 @@ KERNELS = "optimizations.triton_kernels"
 
 
 def incompatibilities(spec: Experiment) -> list[str]:
-    """Return why the parts of a spec cannot work together on any machine."""
+    """Return an error message for each combination of settings that does not work on any machine."""
     problems = [*spec.method.incompatibilities(spec), *spec.objective.incompatibilities(spec)]
     for name in switched_on(spec.optimizations):
         problems += _of_optimization(spec, name)
@@ -57,7 +57,7 @@ def _of_profile(spec: Experiment) -> list[str]:
 
 
 def machine_incompatibilities(spec: Experiment, capability: Capability) -> list[str]:
-    """Return why a spec cannot work on a machine. `capability` is its compute capability, None without a GPU."""
+    """Return error messages for settings that do not work on a GPU of this compute capability (None: no GPU)."""
     problems = [
         *spec.method.machine_incompatibilities(spec, capability),
         *strategies.machine_incompatibilities(spec, capability),
@@ -79,7 +79,7 @@ def machine_incompatibilities(spec: Experiment, capability: Capability) -> list[
 
 
 def resolve(spec: Experiment, capability: Capability) -> Experiment:
-    """Return the spec with a value for every `auto` that depends on the machine. `capability` is None without a GPU."""
+    """Return the spec with values for this machine instead of `auto`. `capability` is None without a GPU."""
     changes = decisions(spec, capability)
     if not changes:
         return spec
@@ -94,10 +94,10 @@ def resolve(spec: Experiment, capability: Capability) -> Experiment:
 
 
 def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, str]]:
-    """Return the settings that depend on the machine: {dotted key: (value, reason)}.
+    """Return the values that replace `auto` on this machine: {dotted key: (value, reason)}.
 
-    bfloat16 products need compute capability 8.0 to be fast. A CPU without instructions for bfloat16 computes it many
-    times slower than float32."""
+    Choose bfloat16 on GPUs of compute capability 8.0 or higher, and float32 elsewhere. A CPU without bfloat16
+    instructions computes bfloat16 much slower than float32."""
     half = capability is not None and capability >= (8, 0)
     if capability is None:
         where = "no GPU on this machine"
@@ -119,7 +119,7 @@ def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, 
 
 
 def unpublished(spec: Experiment, capability: Capability) -> str | None:
-    """Return why kernels of a published recipe are off on this machine. Return None if they are on, or if the spec sets
-    the key itself. Without these kernels, the published speed and verdict of the recipe are not valid."""
+    """Return why `triton_kernels: auto` becomes off on this machine, or None if it does not. Recipes are published with
+    the kernels on. With the kernels off, their published speed and verdict are not valid."""
     reason = compute.kernels_left_out(spec, capability)
     return reason and f"recipes are published with {KERNELS} on, and it would be off here: {reason}"

@@ -1,4 +1,4 @@
-"""Declare the section `launch:` of a spec, which describes the processes of a run."""
+"""Declare the section `launch:` of a spec: GPUs, strategy, framework and time limits of a run."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, cast
@@ -66,7 +66,7 @@ class Launch(Part):
 
     @property
     def is_mesh(self) -> bool:
-        """Whether the GPUs form a mesh, which has several groups of `tp` GPUs."""
+        """Whether the GPUs form a mesh: several groups of `tp` GPUs each."""
         return self.tp is not None and self.gpus % self.tp == 0 and self.gpus > self.tp
 
     @property
@@ -76,12 +76,12 @@ class Launch(Part):
 
     @property
     def sharded(self) -> bool:
-        """Whether no rank holds the complete model."""
+        """Whether each rank holds only a part of the model."""
         return self.ranks > 1 and STRATEGIES[self.strategy].sharded
 
     @property
     def shares(self) -> int:
-        """The number of different batches per step (data-parallel size)."""
+        """The data-parallel size: the number of different batches that the GPUs process at the same time."""
         if self.tp or self.pp:
             return max(1, self.ranks // ((self.tp or 1) * (self.pp or 1)))
         strategy = STRATEGIES.get(self.strategy)
@@ -89,20 +89,20 @@ class Launch(Part):
 
     @property
     def stages(self) -> int:
-        """The number of pipeline stages. It is 1 without pp."""
+        """The number of pipeline stages, or 1 without pipeline parallelism."""
         return self.pp * pipeline.parts(self.schedule) if self.pp else 1
 
     @property
     def parts_of_sequence(self) -> int:
-        """The number of equal parts of a sequence.
+        """The number of equal parts that context parallelism splits a sequence into, or 1 with other strategies.
 
-        With cp, each GPU has one part from the front and one from the back, so that all GPUs have equal work.
+        Each GPU gets one part from the front and one from the back. This gives all GPUs equal work.
         """
         return 2 * self.ranks if self.strategy == "cp" else 1
 
 
 def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the section with the defaults that depend on other keys. Raise ValueError for impossible numbers."""
+    """Return the section `launch:` with its missing defaults. Raise ValueError if the numbers of GPUs do not match."""
     launch = {key: None if key in _OFF and value is False else value for key, value in launch.items()}
     several = type(gpus := launch.get("gpus")) is int and gpus > 1
     strategy = launch.get("strategy")
@@ -117,10 +117,10 @@ def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _stages(launch: Mapping[str, object], name: str, shards: int | None) -> dict[str, object]:
-    """Return the strategy of a launch with pp, and its numbers of GPUs and micro-batches.
+    """Return the keys of `launch:` for pipeline parallelism: gpus, strategy, pp, tp and micro_batches.
 
-    If the strategy is only `pp`, the numbers decide its other parts: `pp+tp`, `pp+ddp` or `pp+tp+fsdp`. `shards` is the
-    number of GPUs that share each layer.
+    If the given strategy is `pp`, complete it from the numbers of GPUs, for example to `pp+tp` or `pp+ddp`. `shards` is
+    the number of GPUs that FSDP splits each layer over.
     """
     given = {"gpus": launch.get("gpus"), "pp": launch.get("pp"), "tp": launch.get("tp")}
     if given["gpus"] == 1 or not all(each is None or type(each) is int for each in given.values()):

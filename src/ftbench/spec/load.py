@@ -21,20 +21,20 @@ from ftbench.spec.objectives import OBJECTIVES, absolute_reward
 from ftbench.spec.reading import location, parse_value, read_yaml, sentence
 
 SHORT_FORMS = {"model": "id", "method": "name", "objective": "name", "dataset": "name"}
-# Sections whose class depends on their key `name`. The first class is the default.
+# Sections with a key `name` that selects the class of the section. The first class is the default.
 KINDS: dict[str, dict[str, Any]] = {"method": {"lora": METHODS["lora"], **METHODS}, "objective": {**OBJECTIVES}}
 PATHS = (("model", "path"), ("dataset", "path"))
-# Keys that stay if a later layer names another dataset, because they describe the training and not the dataset.
+# If a later layer names another dataset, these keys are kept, because they describe the training.
 _DATASET_KEEPS = ("samples", "max_length", "seed", "eval_samples", "loss_on")
 RESOLVED = "spec.json"  # the file with the resolved spec, in the directory of a run
-# Shipped recipes. Each sets every optimization and the optimizer, so that it does not depend on the rest of a spec.
+# Folder of the shipped recipes. Each recipe sets the optimizer and every optimization.
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 RECIPE_SECTIONS = ("method", "train", "optimizations")
 
 
 @dataclass(frozen=True, slots=True)
 class SpecLayer:
-    """The keys of one source: a file of the `extends:` chain, or one `--set`."""
+    """The keys of a spec from one source: a file, a recipe, or one `--set`."""
 
     origin: str
     data: dict[str, Any]
@@ -42,24 +42,24 @@ class SpecLayer:
 
 
 class ImpossibleError(SpecError):
-    """Each value of a spec is allowed, but some values do not work together."""
+    """Raised if each value of a spec is allowed, but some values do not work together."""
 
 
 def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
-    """Return the spec of a file without its section `sweep:`. Raise SpecError with `file:line: key: problem` for each
-    mistake."""
+    """Return the spec in a file. The section `sweep:` is ignored. Raise SpecError with one message per mistake, such as
+    `file:line: key: problem`."""
     layers = read_layers(path, sets)
     return validated(merged(layers, path), layers)
 
 
 def read_layers(path: Path, sets: Sequence[str]) -> list[SpecLayer]:
-    """Return the files of the `extends:` chain (or the model that `path` names), the base first, then each `--set`."""
+    """Return the layers of a spec, lowest priority first: the files in `extends:`, the file or model, each `--set`."""
     files = [SpecLayer(str(path), model_keys(path))] if names_model(path) else _chain(path, ())
     return [*files, *(set_layer(text) for text in sets)]
 
 
 def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
-    """Return the merged keys of all layers; later layers win. The name defaults to the name of the file."""
+    """Return the keys of all layers, merged; later layers win. The default of `name` is the name of the file."""
     result: dict[str, Any] = {}
     for layer in layers:
         result = merge(result, layer.data)
@@ -76,8 +76,8 @@ def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
 
 
 def validated(values: dict[str, Any], layers: Sequence[SpecLayer]) -> Experiment:
-    """Return the spec with these keys. Raise SpecError like `load`, or ImpossibleError if each value by itself is
-    allowed."""
+    """Return the spec with these keys. Raise SpecError if a value is not allowed. Raise ImpossibleError if all values
+    are allowed, but do not work together."""
     try:
         spec = Experiment.model_validate({key: value for key, value in values.items() if key != "sweep"})
     except ValidationError as error:
@@ -116,20 +116,20 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the keys of a file. The spec.json of a run is a spec with two more keys."""
+    """Return the keys of a spec file. If it is the spec.json of a run, leave out its keys `schema` and `set`."""
     data = dict(read_facts(str(path))) if path.parent == FOLDER else read_yaml(path)
     resolved = path.name == RESOLVED and "schema" in data and "set" in data
     return {key: value for key, value in data.items() if not resolved or key not in ("schema", "set")}
 
 
 def has_axes(path: Path, sets: Sequence[str]) -> bool:
-    """Return whether a spec file, or one that it extends, has a section `sweep:`."""
+    """Return whether a spec has a section `sweep:`, in its file or in a file that it extends."""
     return "sweep" in merged(read_layers(path, sets), path)
 
 
 @contextmanager
 def _at_key(path: Path, key: str) -> Iterator[None]:
-    """Add the file and line of a key to each SpecError that the block raises."""
+    """Add the file and line of a key to each SpecError raised in the `with` block."""
     try:
         yield
     except SpecError as error:
@@ -138,13 +138,13 @@ def _at_key(path: Path, key: str) -> Iterator[None]:
 
 @cache
 def recipes() -> dict[str, str]:
-    """Return the name and first comment line of each shipped recipe, the plain one first."""
+    """Return {name: description} of the shipped recipes, `plain` first. A file's first line is its description."""
     lines = {path.stem: path.read_text("utf-8").partition("\n")[0].removeprefix("# ") for path in FOLDER.glob("*.yaml")}
     return dict(sorted(lines.items(), key=lambda pair: (pair[0] != "plain", pair[0])))
 
 
 def recipe_file(name: object, folder: Path) -> Path:
-    """Return the path of the recipe with this name. It is a shipped recipe, or a file in `folder`."""
+    """Return the path of a recipe: a shipped recipe with this name, or else a file relative to `folder`."""
     if not isinstance(name, str) or not name:
         raise SpecError(f"recipe: must be the name of a recipe or a file, not {shown(name)} ({', '.join(recipes())})")
     if name in recipes():
@@ -159,8 +159,8 @@ def recipe_file(name: object, folder: Path) -> Path:
 
 
 def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the keys of a shipped recipe or a file in `folder`. Raise SpecError if it is missing, or if it has a
-    section that recipes do not have."""
+    """Return the keys of a shipped recipe, or of a recipe file in `folder`. Raise SpecError if the file is missing, or
+    if it has other sections than method, train and optimizations."""
     path, keys = recipe_file(name, folder), dict[str, Any]()
     for layer in _chain(path, seen):
         keys = merge(keys, layer.data)
@@ -199,7 +199,7 @@ def nested(parts: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the keys without short forms, and with absolute paths. `folder` is that of the file."""
+    """Return the keys with short forms such as `method: lora` expanded. Make paths absolute, starting at `folder`."""
     data = {key: {SHORT_FORMS[key]: value} if key in SHORT_FORMS and isinstance(value, str) else value
             for key, value in data.items()}  # fmt: skip
     for part, key in PATHS:
@@ -215,8 +215,8 @@ def expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Merge `over` into `base`, section by section.
 
-    If `over` names another method, dataset or model, only the keys that apply to both are kept: a change from lora to
-    qlora keeps `rank`, and a change back drops `double_quant`.
+    If `over` names another method, dataset or model, drop the keys of `base` that do not apply to the new one. For
+    example, a change from qlora to lora keeps `rank` and drops `double_quant`.
     """
     result = dict(base)
     for key, value in over.items():
@@ -254,7 +254,7 @@ def _sentences(error: ValidationError, layers: Sequence[SpecLayer]) -> list[str]
 
 
 def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Return pydantic's location without the tags of unions: ('method', 'qlora', 'rank') becomes ('method', 'rank')."""
+    """Convert pydantic's error location to a key of the spec: ('method', 'qlora', 'rank') to ('method', 'rank')."""
     parts = [str(part) for part in loc if not isinstance(part, int)]
     if len(parts) > 1 and parts[1] in KINDS.get(parts[0], ()):
         del parts[1]
@@ -262,7 +262,7 @@ def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
 
 
 def where_set(key: tuple[str, ...], layers: Sequence[SpecLayer]) -> str:
-    """Return where the key was set last: `file:line`, the `--set`, or the main file if it was not set."""
+    """Return where a key was last set: `file:line` or `--set KEY=VALUE`. If it was not set, return the main file."""
     for layer in reversed(layers):
         section: Any = layer.data
         for part in key:
@@ -277,8 +277,8 @@ _MISSING = object()
 
 
 def spec_keys() -> list[tuple[str, str, str]]:
-    """Return every dotted key of a spec with its default and description. Keys that only some methods or objectives
-    have name them, and appear once per default."""
+    """Return (dotted key, default, description) of every key of a spec. If the default method or objective does not
+    have a key, the description ends with a method or objective that has it."""
     rows: dict[tuple[str, ...], tuple[str, str, str]] = {}
     for section, info in Experiment.model_fields.items():
         model = info.annotation

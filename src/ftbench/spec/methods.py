@@ -1,6 +1,6 @@
-"""Training methods: one class each, listed in METHODS. Their code is in `worker/methods/<name>.py`.
+"""Declare the training methods, one class per method. `worker/methods/<name>.py` implements them.
 
-Defaults are the founding study's: rank 8, alpha 16, no dropout, no biases, the seven projections of each layer.
+Defaults are those of the founding study: rank 8, alpha 16, no dropout, adapters on the seven projections of each layer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from ftbench.spec.reading import read_config
 
 GPT_OSS = "gpt_oss"  # families that are published in MXFP4 (docs/how-to/gpt-oss.md)
 WITH_IMAGES = ("llava_next", "qwen2_5_vl", "qwen3_vl")  # families with images that can be trained
-GRANULE = 8  # the rank of expert adapters is a multiple of this: grouped products need rows of 16 bytes
+GRANULE = 8  # the rank of expert adapters must be a multiple of 8, because grouped products need rows of 16 bytes
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -33,11 +33,11 @@ class _Method(OlderPart):
 
     @property
     def mxfp4(self) -> bool:
-        """Whether the experts stay in MXFP4, the format of gpt-oss."""
+        """Whether the expert weights stay in MXFP4, the published 4-bit format of gpt-oss."""
         return False
 
     def incompatibilities(self, spec: Experiment) -> Iterator[str]:
-        """Yield why the method cannot work with the rest of the spec, and how to fix it."""
+        """Yield an error message for each setting of the spec that does not work with this method."""
         if spec.train.precision == "fp16" and self.quantised:
             yield (
                 "train.precision fp16 scales gradients, and trl keeps the adapters of a quantised model in bfloat16: "
@@ -45,23 +45,23 @@ class _Method(OlderPart):
             )
 
     def machine_incompatibilities(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield why the method cannot train on a GPU of this compute capability. `capability` is None without a GPU."""
+        """Yield an error message if the method cannot train on a GPU of this compute capability (None: no GPU)."""
         if self.needs_gpu and capability is None:
             yield f"method {spec.method.name} needs a GPU for its kernels: use lora or qlora"
 
 
 def family(model: Model) -> str | None:
-    """Return the `model_type` of a model. It is None if the model's configuration is not available."""
+    """Return the `model_type` of a model, such as `llama`. Return None if its configuration is not available."""
     return configuration(model).get("model_type")
 
 
 def number_of_layers(model: Model) -> int | None:
-    """Return the number of layers of a text model. It is None if the model's configuration is not available."""
+    """Return the number of layers of a text model. Return None if the model's configuration is not available."""
     return configuration(model).get("num_hidden_layers")
 
 
 def configuration(model: Model) -> Mapping[str, Any]:
-    """Return a model's configuration, from the config.json at `model.path` or from the table of known models."""
+    """Return a model's configuration from `model.path` or from the table of known models. It may be empty."""
     if model.path:
         file = Path(model.path)
         file = file / "config.json" if file.is_dir() else file
@@ -79,7 +79,7 @@ def _read(file: Path, modified: int) -> dict[str, Any]:
 
 
 def reads_images(model: Model) -> bool:
-    """Return whether a model may support images. For unknown models this is true, and the worker checks it."""
+    """Return whether a model may support images. Return True for unknown models, which the worker checks later."""
     return family(model) in (None, *WITH_IMAGES)
 
 

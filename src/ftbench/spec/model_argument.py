@@ -1,4 +1,4 @@
-"""Make a spec without a file, from a model on the command line and the options that set its keys."""
+"""Build a spec without a spec file, from the model and the options on the command line."""
 
 import json
 import os
@@ -19,7 +19,7 @@ LONGEST = 2**19
 
 
 def names_model(path: Path) -> bool:
-    """Return whether an argument names a model and not a spec file: `owner/name`, or a folder with a config.json."""
+    """Return whether a command's argument is a model (`owner/name`, or a folder with config.json), not a spec file."""
     if path.suffix in _SPECS or os.path.isfile(path):
         return False
     if str(path) in architectures() or os.path.isfile(path / "config.json"):
@@ -28,7 +28,7 @@ def names_model(path: Path) -> bool:
 
 
 def model_keys(path: Path) -> dict[str, Any]:
-    """Return the keys of a spec for this model. Small models that ftbench ships get random weights."""
+    """Return the keys of a spec that select this model. The tiny models that ftbench ships get random weights."""
     if os.path.isdir(path) and str(path) not in architectures():
         return {"model": {"path": os.path.abspath(path)}}
     shipped = any(str(path) in models for models in read_facts("tiny.yaml").values())
@@ -36,7 +36,7 @@ def model_keys(path: Path) -> dict[str, Any]:
 
 
 def spec_text(path: Path) -> bytes:
-    """Return the text of a spec file. If `path` names a model, return the text of a spec with this model."""
+    """Return the bytes of a spec file. If `path` names a model, return a spec in JSON that selects this model."""
     return json.dumps(model_keys(path)).encode() if names_model(path) else path.read_bytes()
 
 
@@ -47,10 +47,10 @@ def spec_sets(
     length: int | None,
     samples: int | None = None,
 ) -> list[str]:
-    """Return the `--set` values that replace `--recipe`, `--dataset` and `--length`, then the user's `--set` values.
+    """Convert `--recipe`, `--dataset` and `--length` to `--set` values. Return these, followed by the user's `--set`.
 
     Raises:
-        SpecError: A file is missing, or the length is impossible."""
+        SpecError: If a file is missing, the length is out of range, or `--length` and `--dataset` are both given."""
     if dataset is not None and length is not None:
         raise SpecError("--length: gives the mean length of generated samples: remove it, or remove --dataset")
     first = [] if recipe is None else [f"recipe={recipe}"]
@@ -81,13 +81,13 @@ def _generated(length: int, samples: int | None) -> dict[str, Any]:
 
 
 def usual_max_length(mean: int) -> int:
-    """Return the `max_length` that `--length` sets for samples of a mean length."""
+    """Return the `max_length` in tokens that the option `--length` sets for samples with this mean length."""
     return max(_MAX_LENGTH, 1 << (2 * mean - 1).bit_length())
 
 
 def options_of(sets: Sequence[str]) -> list[str]:
-    """Return the command's options for some `--set` values. They are `--recipe`, `--dataset` or `--length` where
-    possible."""
+    """Convert `--set` values to options of a command. Use the shorter `--recipe`, `--dataset` or `--length` if they can
+    express the value."""
     words: list[str] = []
     for text in sets:
         key, _, value = text.partition("=")

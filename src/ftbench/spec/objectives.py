@@ -1,4 +1,4 @@
-"""Training objectives: one class each, listed in OBJECTIVES. Their trainers are in `worker/`."""
+"""Declare the training objectives, one class per objective. `worker/` has their trainers."""
 
 import os
 import re
@@ -28,7 +28,7 @@ class Sft(Part):
     name: Literal["sft"] = "sft"
 
     def incompatibilities(self, spec: Experiment) -> Iterator[str]:
-        """Yield why the objective cannot work with the rest of the spec, and how to fix it."""
+        """Yield an error message for each setting of the spec that does not work with this objective."""
         if spec.dataset.format == PREFERENCE:
             yield (
                 f"dataset.format {PREFERENCE} needs objective dpo: set objective to dpo, or set "
@@ -39,7 +39,7 @@ class Sft(Part):
 
 
 def _trl_only(spec: Experiment, trainer: str) -> Iterator[str]:
-    """Yield the settings that trl's trainer of an objective does not support, or that were not tested."""
+    """Yield an error message for each setting that trl's `trainer` does not support, or that was not tested with it."""
     objective, launch = f"objective {spec.objective.name}", spec.launch
     if spec.method.name == "unsloth":
         yield f"{objective} with method unsloth is not supported: use lora, qlora or full"
@@ -96,7 +96,7 @@ class Dpo(Part):
 
 
 def _reward_names(value: object) -> object:
-    """Return the names of the reward functions as a tuple."""
+    """Return the reward functions as a tuple of `file.py:function`. Raise ValueError for another form."""
     rewards = [value] if isinstance(value, str) else value
     if rewards is None:
         return None
@@ -186,13 +186,13 @@ OBJECTIVES: dict[str, type[Sft] | type[Dpo] | type[Grpo]] = {"sft": Sft, "dpo": 
 
 
 def reward_parts(reward: str) -> tuple[Path, str]:
-    """Return the file and the function that `path/to/file.py:function` names."""
+    """Split `path/to/file.py:function` into the path of the file and the name of the function."""
     file, _, function = reward.rpartition(":")
     return Path(file), function
 
 
 def absolute_reward(value: Any, folder: Path) -> Any:
-    """Return reward names with absolute paths. Other values are returned unchanged."""
+    """Return reward functions (`file.py:function`) with absolute paths. Return other values unchanged."""
     if isinstance(value, list):
         return [absolute_reward(each, folder) for each in value]
     if not (isinstance(value, str) and _REWARD.fullmatch(value)):

@@ -1,6 +1,6 @@
-"""A price file, and the cost of training: per hour, per sample, per token and per night.
+"""Read a price file, and compute the cost of training per hour, per sample, per token and per night.
 
-Amounts keep the currency of the file. Unknown values are None.
+Amounts are in the currency of the file. Unknown values are None.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ftbench.spec.reading import in_file, location, read_yaml
 HOURS_PER_YEAR = 365.25 * 24
 
 
-Currency = Annotated[str, Field(pattern="^[A-Z]{3}$")]  # form of a currency, such as USD
+Currency = Annotated[str, Field(pattern="^[A-Z]{3}$")]  # three letters, such as USD
 
 
 class Rent(Part):
-    """One GPU rented by the hour."""
+    """The price of a GPU that is rented by the hour."""
 
     per_hour: Float = Field(gt=0)
     currency: Currency
@@ -35,10 +35,10 @@ class Rent(Part):
 
 
 class Owned(Part):
-    """One bought GPU with its share of the machine.
+    """The price of a bought GPU, including its share of the machine.
 
-    Electricity counts for training hours only: the measured GPU power plus `host_idle_watts` for the rest of the
-    machine.
+    Electricity is counted only for training hours. The power is the measured GPU power plus `host_idle_watts` (the
+    power of the rest of the machine).
     """
 
     price: Float = Field(gt=0)
@@ -72,13 +72,13 @@ class Price(Part):
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """The prices of a file by canonical GPU name."""
+    """The content of a price file. `by_gpu` has the price of each GPU by canonical name."""
 
     path: Path
     by_gpu: dict[str, Price]
 
     def of(self, gpu: str | None) -> Price | None:
-        """Return the price of the GPU with this name, as its driver reports it."""
+        """Return the price of a GPU, or None. `gpu` is the name that the driver reports."""
         return None if gpu is None else self.by_gpu.get(canonical_name(gpu))
 
 
@@ -87,10 +87,10 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
 
     Args:
         path: The price file.
-        used: GPUs of the runs. A name that is neither among them nor in the GPU table is a mistake.
+        used: Names of the GPUs in the runs. Other names must be in the table of known GPUs.
 
     Raises:
-        SpecError: One `file:line: key: sentence` for each mistake.
+        SpecError: With one `file:line: key: problem` for each mistake.
     """
     problems: list[str] = []
     by_gpu: dict[str, Price] = {}
@@ -118,9 +118,9 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
 
 @dataclass(frozen=True, slots=True)
 class HourlyCost:
-    """The cost of an hour of training, and of samples, tokens and a night at the measured speed.
+    """The cost of training per hour, per 1,000 samples, per million real tokens, and per night.
 
-    `way` is `rent` or `owned`. Amounts are in `currency`. `why` is the reason why `per_hour` is unknown.
+    `way` is `rent` or `owned`. Amounts are in `currency`. If `per_hour` is None, `why` is the reason.
     """
 
     way: str
@@ -137,13 +137,13 @@ class HourlyCost:
 def hourly_costs(
     price: Price, samples: float | None, tokens: float | None, watts: float | None, hours: float, gpus: int = 1
 ) -> list[HourlyCost]:
-    """Return the cost of training on a rented and on an owned GPU, if `price` has them.
+    """Return the cost of training on rented GPUs, on owned GPUs, or both, depending on the terms in `price`.
 
     Args:
         price: The price of one GPU.
-        samples: Samples per second of all GPUs.
-        tokens: Real tokens per second of all GPUs.
-        watts: Power of all GPUs in W.
+        samples: Samples per second, summed over all GPUs.
+        tokens: Real tokens per second, summed over all GPUs.
+        watts: Power in W, summed over all GPUs.
         hours: Length of a night in hours.
         gpus: Number of GPUs.
     """
@@ -164,7 +164,7 @@ def hourly_costs(
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Money in one currency. `way` is `rent` or `owned`."""
+    """An amount of money for training. `way` is `rent` or `owned`."""
 
     value: float
     currency: str
@@ -175,14 +175,14 @@ class Amount:
 
 
 def amount(price: Price, seconds: float, watts: float) -> Amount | None:
-    """Return the cost of `seconds` of training: the rent, or the share of the purchase plus electricity."""
+    """Return the cost of `seconds` of training on one GPU. Use the rent, or the owned GPU if there is no rent."""
     costs = hourly_costs(price, None, None, watts, seconds / 3600)
     amounts = (Amount(each.per_night, each.currency, each.way) for each in costs if each.per_night is not None)
     return next(amounts, None)
 
 
 def running(owned: Owned, watts: float | None) -> float | None:
-    """Return the cost of electricity per training hour. It is None if the GPU's power is needed but not known."""
+    """Return the cost of electricity per hour: 0 without an electricity price, None if the GPU power is unknown."""
     if owned.electricity_per_kwh is None:
         return 0.0
     return None if watts is None else owned.electricity_per_kwh * (watts + owned.host_idle_watts) / 1000
@@ -198,14 +198,14 @@ def _owned(owned: Owned, watts: float | None) -> tuple[float | None, str]:
 def joules_per_1m_tokens(
     joules_per_1k_samples: float | None, samples_per_s: float | None, tokens_per_s: float | None
 ) -> float | None:
-    """Return the joules per million tokens, from the mean number of tokens per sample."""
+    """Return joules per million tokens: `joules per sample / tokens per sample * 1e6`. None if a value is unknown."""
     if joules_per_1k_samples is None or not samples_per_s or not tokens_per_s:
         return None
     return joules_per_1k_samples / 1e3 * samples_per_s / tokens_per_s * 1e6
 
 
 def use_hours(lifetime_years: float, utilisation: float) -> float:
-    """Return the hours that a GPU works in its lifetime. `utilisation` is the share of all hours in which it works."""
+    """Return the hours of work in a GPU's lifetime. `utilisation` is hours of work divided by all hours."""
     return lifetime_years * HOURS_PER_YEAR * utilisation
 
 

@@ -1,4 +1,4 @@
-"""Read YAML and JSON files of users, and describe mistakes with file, line, value and allowed values."""
+"""Read YAML and JSON files of users. Error messages give the file, line, value and allowed values."""
 
 import json
 import os
@@ -27,9 +27,9 @@ _NUMBERS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """Load plain values with text keys, and refuse duplicate keys.
+    """YAML loader for plain values and text keys. Duplicate keys are errors.
 
-    Numbers are those of YAML 1.2: `2e-4` is a number, and `1:30`, `017` and dates are text.
+    Numbers follow YAML 1.2: `2e-4` is a number; `1:30`, `017` and dates are text.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012
@@ -77,11 +77,11 @@ def read_yaml(path: Path, what: str = "a spec", needs: str = "at least `model:` 
 
     Args:
         path: The file.
-        what: The kind of file, for messages.
-        needs: Its required content, for messages.
+        what: The kind of file, for error messages.
+        needs: The required content of the file, for error messages.
 
     Raises:
-        SpecError: With file and line, if it cannot be read or is not a mapping.
+        SpecError: With file and line, if the file cannot be read or is not a mapping.
     """
     missing = f"; {what} needs {needs}"
     if what == "a spec" and path.suffix not in (".yaml", ".yml", ".json"):
@@ -122,13 +122,13 @@ def _reason(error: yaml.YAMLError) -> str:
 
 
 def location(path: Path, key: Sequence[str | int]) -> str:
-    """Return `file:line` of a key, or only the file if the key is not in it."""
+    """Return `file:line` of a key. If the file does not have the key, return only the file."""
     line = line_of(path, key)
     return f"{path}:{line}" if line else str(path)
 
 
 def line_of(path: Path, key: Sequence[str | int]) -> int | None:
-    """Return the line of a key (from 1) or of its closest section; None if the file has neither."""
+    """Return the line number of a key. If the key is missing, return the line of its section, or None."""
     try:
         node = _tree(_text(path, MAX_BYTES))
     except (yaml.YAMLError, SpecError, RecursionError):
@@ -175,8 +175,8 @@ def _similar_model(name: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a model's config.json. `path` is this file or its directory. Raise SpecError if it is not
-    valid."""
+    """Return the content of a model's config.json. `path` is the file or its directory. Raise SpecError if the file is
+    not valid."""
     path = path / "config.json" if os.path.isdir(path) else path
     text = _text(path, MAX_CONFIG_BYTES)
     try:
@@ -195,7 +195,7 @@ def _integer(text: str) -> int:
 
 
 def as_text(value: Any) -> str:
-    """Return a value as `--set key=` accepts it."""
+    """Return a value as text that `--set key=VALUE` accepts, such as `on` for True."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, str) and parse_value(value) == value:
@@ -211,18 +211,18 @@ _WORDS = {"True": "on", "False": "off"}
 
 
 def in_file(error: ValidationError, path: Path, root: type[BaseModel], *above: str) -> Iterator[str]:
-    """Yield `file:line: key: problem` for each mistake in a file. With `above`, check only the section at these
-    keys."""
+    """Yield `file:line: key: problem` for each of pydantic's errors. If only a section of the file was validated,
+    `above` are the keys of this section."""
     for problem in error.errors(include_url=False):
         key = [*above, *map(str, problem["loc"])]
         yield f"{location(path, key)}: {'.'.join(key)}: {sentence([problem], root)}"
 
 
 def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequence[str] = ()) -> str:
-    """Return a message for pydantic's problems with one key, without the name of the key.
+    """Return a message for pydantic's errors about one key. The message does not repeat the key.
 
     Args:
-        problems: Items of `ValidationError.errors()`: several if the key allows several types.
+        problems: Items of `ValidationError.errors()` for this key: one for each type that the key allows.
         root: The model that was validated.
         extra_keys: Keys that are allowed at the top level in addition to those of `root`.
     """
@@ -254,8 +254,8 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
 
 
 def _expected(problem: Any) -> list[str]:
-    """Return what a value must be, from one of pydantic's problems: the allowed words, or a phrase that follows
-    "must"."""
+    """Return the allowed words from one of pydantic's errors. Without such words, return one phrase that completes "the
+    value must ..."."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in ("literal_error", "union_tag_invalid"):
         expected = str(context.get("expected", context.get("expected_tags"))).replace(" or ", ", ")
@@ -269,7 +269,7 @@ def _expected(problem: Any) -> list[str]:
 
 
 def keys_at(root: type[BaseModel], where: Sequence[int | str]) -> list[str]:
-    """Return the keys of the section at pydantic's location. The location names a member of a union by its tag."""
+    """Return the allowed keys of the section at pydantic's error location, such as ('method', 'qlora')."""
     models = [root]
     for part in where:
         fields = [model.model_fields[part] for model in models if part in model.model_fields]

@@ -1,4 +1,4 @@
-"""Declare the strategies for several GPUs, with their sharding, their limits and their error messages."""
+"""Declare the strategies for several GPUs: what each strategy shards, and which settings it supports."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from ftbench.spec.base import Capability, Experiment
 from ftbench.spec.methods import GPT_OSS, family, number_of_layers
 from ftbench.spec.optimizations import switched_on
 
-# Families whose layers can be stages of a pipeline, and optimizations that were tested with stages.
+# Model families that pipeline parallelism supports, and optimizations that were tested with it.
 PIPELINED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "qwen3_moe")
 _WITH_PP = ("gradient_checkpointing", "compile", "packing", "fixed_shape", "length_grouping", "loader_processes")
-_WITHOUT_PLAN = (GPT_OSS, "qwen3_vl")  # families for which transformers does not have a tensor-parallel plan
+_WITHOUT_PLAN = (GPT_OSS, "qwen3_vl")  # families without a tensor-parallel plan in transformers
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Strategy:
 
     Args:
         description: One line for tables and messages.
-        shards: The parts that GPUs share: optimizer, gradients, weights, matrices, experts, sequence, layers.
+        shards: What is split over the GPUs: optimizer, gradients, weights, matrices, experts, sequence, layers.
         same_samples: Whether all GPUs work on the same samples.
         offloads: The supported values of `launch.offload`.
-        incompatibilities: Yields messages for unsupported settings. The rules for `shards` yield further messages.
+        incompatibilities: Function that yields an error message for each unsupported setting.
     """
 
     description: str
@@ -33,12 +33,12 @@ class Strategy:
 
     @property
     def sharded(self) -> bool:
-        """Whether no GPU holds the complete model."""
+        """Whether each GPU holds only a part of the model."""
         return bool({"weights", "matrices", "experts", "layers"} & {*self.shards})
 
 
 def _optimizers(spec: Experiment) -> Iterator[str]:
-    """Yield why the optimizer cannot update sharded matrices, or cannot update them together with unsharded ones."""
+    """Yield an error message if the optimizer does not support the sharded weights of the strategy."""
     name, optimizer = spec.launch.strategy, spec.train.optimizer
     if "bnb" in optimizer or optimizer.startswith("paged"):
         yield (
@@ -90,7 +90,7 @@ def _cp(spec: Experiment) -> Iterator[str]:
 
 
 def _pp(spec: Experiment) -> Iterator[str]:
-    """Yield the settings that do not work with pipeline stages."""
+    """Yield an error message for each setting that does not work with pipeline parallelism."""
     if {"tp", "fsdp"} & {*spec.launch.strategy.split("+")}:
         yield from _optimizers(spec)
     launch, train, on = spec.launch, spec.train, spec.optimizations
@@ -118,7 +118,7 @@ def _pp(spec: Experiment) -> Iterator[str]:
 
 
 def _stages(spec: Experiment) -> Iterator[str]:
-    """Yield why the layers or the batch cannot be divided into stages and micro-batches."""
+    """Yield an error message if the layers cannot form the stages, or the batch cannot form equal micro-batches."""
     launch, rows = spec.launch, spec.train.batch_size
     pp, micro = launch.pp or 1, launch.micro_batches or 1
     least = pp if launch.schedule in ("gpipe", "1f1b") else launch.stages
@@ -145,7 +145,7 @@ def _stages(spec: Experiment) -> Iterator[str]:
 
 
 def split_problems(spec: Experiment, layers: int | None) -> Iterator[str]:
-    """Yield why a model with this number of layers cannot be split into the stages."""
+    """Yield an error message if a model with this number of layers cannot be split into the pipeline stages."""
     launch = spec.launch
     if layers is None:
         return
@@ -232,7 +232,7 @@ STRATEGIES = {
 
 
 def incompatibilities(spec: Experiment) -> list[str]:
-    """Return why the section `launch` cannot work, by itself or together with the rest of the spec."""
+    """Return error messages for mistakes in `launch:`, and for settings that the strategy does not support."""
     launch, name = spec.launch, spec.launch.strategy
     if launch.gpus % launch.nodes:
         return [
@@ -283,7 +283,7 @@ def _of_strategy(spec: Experiment, strategy: Strategy) -> Iterator[str]:
 
 
 def machine_incompatibilities(spec: Experiment, capability: Capability) -> list[str]:
-    """Return why `launch` cannot work on a machine whose GPU has this compute capability, None without a GPU."""
+    """Return an error message if `launch:` needs a GPU and this machine does not have one (`capability` is None)."""
     launch = spec.launch
     if capability is None and launch.offload == "params" and launch.strategy == "fsdp":
         return ["launch.offload: params with fsdp needs a GPU: set it to none, or use zero3"]

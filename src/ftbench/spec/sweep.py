@@ -50,8 +50,8 @@ class SweepSection(Part):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A key of the spec that varies in a sweep. `layers` has, for each of the `values`, the keys that it adds to the
-    base."""
+    """A key of the spec that varies in a sweep. For each item of `values`, `layers` has the keys that replace those of
+    the base spec."""
 
     key: str
     values: tuple[Any, ...]
@@ -60,7 +60,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class GridCell:
-    """A point of the grid, with its value on each axis and its spec. If it has no spec, `refused` is the reason."""
+    """A cell of a sweep. If its values do not work together, `spec` is None and `refused` is the reason."""
 
     values: dict[str, Any]
     spec: Experiment | None
@@ -68,7 +68,7 @@ class GridCell:
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """The `--set` arguments that turn the base into this cell, such as `train.batch_size=8`."""
+        """The `--set` arguments that turn the base spec into this cell, such as `train.batch_size=8`."""
         return tuple(f"{key}={as_text(value)}" for key, value in self.values.items())
 
 
@@ -76,12 +76,12 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Gri
     """Return the cells of a sweep in the order of its axes; the last axis varies fastest.
 
     Args:
-        path: The spec file. Without axes its base is the only cell.
+        path: The spec file. Without axes, the sweep has one cell.
         sets: The `--set` arguments.
-        axes: The `--axis` arguments (`key=value,value`). They replace those of the file.
+        axes: The `--axis` arguments (`key=value,value`). They replace axes of the file with the same key.
 
     Raises:
-        SpecError: For a mistake in the file, in an axis or in a value. An impossible combination is a refused cell.
+        SpecError: For a mistake in the file, in an axis or in a value. If values do not work together, see `refused`.
     """
     layers = read_layers(path, sets)
     base = merged(layers, path)
@@ -117,18 +117,18 @@ def _section(values: object, layers: Sequence[SpecLayer]) -> SweepSection:
 
 
 def _origin(layers: Sequence[SpecLayer], *keys: str) -> str:
-    """Return `file:line` of a key in `sweep:`."""
+    """Return `file:line` of a key in the section `sweep:`."""
     return where_set(("sweep", "axes", *keys) if keys[:1] != ("axes",) else ("sweep", *keys), layers)
 
 
 def _folder(layers: Sequence[SpecLayer]) -> Path:
-    """Return the folder of the last file with axes. Paths in `sweep:` are relative to it."""
+    """Return the folder of the spec file that sets the axes. Paths in `sweep:` are relative to this folder."""
     sections = ((layer.data.get("sweep"), layer.file) for layer in reversed(layers))
     return next((file.parent for each, file in sections if file and isinstance(each, dict) and "axes" in each), Path())
 
 
 def _expanded(key: str, value: Any, folder: Path) -> Any:
-    """Return the value of an axis with absolute paths. Short forms are not expanded."""
+    """Return the value of an axis with absolute paths. Keep short forms such as `method: lora`."""
     parts = key.split(".")
     if parts[0] in SHORT_FORMS and len(parts) == 1 and isinstance(value, str):
         return value
@@ -166,8 +166,8 @@ def _of_command_line(text: str) -> Axis:
 
 
 def _check_overlap(axes: Iterable[Axis]) -> None:
-    """Raise SpecError for two axes that set the same key, such as `method` and `method.name`. A recipe may be changed
-    by the other axes."""
+    """Raise SpecError if two axes set the same key, such as `method` and `method.name`. Axes may set keys of a recipe
+    again."""
     setters: dict[str, str] = {}
     for axis in (each for each in axes if each.key != RECIPE):
         parts = ((section, keys) for layer in axis.layers for section, keys in layer.data.items())
@@ -180,7 +180,7 @@ def _check_overlap(axes: Iterable[Axis]) -> None:
 
 
 def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[tuple[Axis, int]]) -> GridCell:
-    """Return the cell that has, on each axis, the value with this index."""
+    """Return one cell of the grid. `chosen` has the axes, each with the index of a value."""
     point = {axis.key: axis.values[index] for axis, index in chosen}
     added = [axis.layers[index] for axis, index in chosen]
     for layer in added:

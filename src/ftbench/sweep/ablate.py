@@ -1,4 +1,4 @@
-"""`ftbench ablate`: run the plain recipe and each optimization alone, with interleaved repeats, and compare them."""
+"""`ftbench ablate`: train the plain recipe without and with each optimization, and compare the speeds."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from ftbench.sweep.plan.grid import Grid
 
 @dataclass(frozen=True, kw_only=True)
 class AblationRequest(PlanRequest):
-    """Command line of an ablation. `only` names optimizations or variants."""
+    """Options of `ftbench ablate`. `only` has names of optimizations or variants; if empty, all are tried."""
 
     steps: int | None = None
     repeats: int = 3
@@ -35,7 +35,7 @@ class AblationRequest(PlanRequest):
 
 
 def prepare(request: AblationRequest) -> sweep.Ready:
-    """Build the plan without starting runs. Raise SpecError and MissingError for invalid or missing things."""
+    """Plan an ablation without starting its runs. Raise SpecError or MissingError if the plain recipe cannot run."""
     sets = [*request.sets, *([] if request.steps is None else [f"train.max_steps={request.steps}"])]
     spec = load(request.spec, [*sets, f"measure.repeats={request.repeats}"])
     checks.check_disk(request.out)
@@ -55,7 +55,7 @@ def prepare(request: AblationRequest) -> sweep.Ready:
 
 
 def _refused(spec: Experiment, described: dict[str, Any]) -> str | None:
-    """Return why a spec cannot run on this machine, or None."""
+    """Return the reason why a spec cannot run on this machine. Return None if it can run."""
     if problems := checks.problems(spec, described):
         return "; ".join(problems)
     try:
@@ -66,9 +66,9 @@ def _refused(spec: Experiment, described: dict[str, Any]) -> str | None:
 
 
 class AblationPlan(Grid):
-    """The runs of an ablation: the plain `spec` and its `variants`. `spec.measure` has the number of repeats.
+    """The plan of an ablation: runs of the plain `spec` and of its `variants`. `spec.measure` has the repeats.
 
-    `refused` is a function that returns why a spec cannot run on this machine, or None."""
+    The function `refused` returns the reason why a spec cannot run on this machine, or None."""
 
     def __init__(
         self, spec: Experiment, variants: Sequence[Variant], refused: Callable[[Experiment], str | None],
@@ -93,7 +93,7 @@ class AblationPlan(Grid):
         self._skip_repeats()
 
     def _skip_repeats(self) -> None:
-        """Skip the other repeats of a failed run."""
+        """Skip the remaining repeats of each cell that has a failed run."""
         failed = {each.cell: each.repeat for each, now in self.standings.items() if now.state in FAILED}
         for each in self.pending():
             if each.cell in failed:
@@ -101,7 +101,7 @@ class AblationPlan(Grid):
 
 
 class AblationTables(Tables):
-    """The tables of an ablation, which compare each variant with the plain recipe."""
+    """The tables of an ablation. They compare each variant with the plain recipe."""
 
     def sections(self, runs: Sequence[Record]) -> Iterator[tuple[str, Table]]:
         if (compared := _compared(runs)) and compared.table:
@@ -113,7 +113,7 @@ class AblationTables(Tables):
 
 
 def _compared(runs: Sequence[Record]) -> Section | None:
-    """Return the comparison by recipe. Return None before two recipes have run."""
+    """Return a comparison of the variants with the plain recipe. Return None until two of them have run."""
     try:
         return comparison.section(pairs.compare(runs_of(runs), RECIPE, one_sitting=True)) if runs else None
     except SpecError:

@@ -1,4 +1,4 @@
-"""`--dry-run`: all jobs of a plan with their status, command, and expected time, memory and energy."""
+"""`--dry-run`: list all jobs of a plan with status, command, and expected time, memory and energy."""
 
 import shlex
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ NO_ESTIMATOR = "no predictions: the package ftbench.estimate is not installed"
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One job. `seconds` is an estimate if `confidence` is set. Otherwise it is an upper bound, from finished runs."""
+    """A job as `--dry-run` lists it. With `confidence`, `seconds` is a prediction. Without, it is an upper bound."""
 
     what: str
     state: str
@@ -30,7 +30,7 @@ class Planned:
 
 
 def dry_run(ready: Ready) -> list[Planned]:
-    """Return all jobs of a plan. For a search, these are its finished trials and the next trial of each family."""
+    """Return all jobs of a plan. For `--until-oom`, return the finished trials and the next trial of each cell."""
     plan = ready.plan
     if isinstance(plan, Search):
         while plan.next(lambda job: True) is not None:
@@ -67,7 +67,7 @@ def _planned(ready: Ready, predictor: Any, job: Job, standing: Standing) -> Plan
 
 
 def as_text(lines: Sequence[Planned], ready: Ready | None = None) -> str:
-    """Return the jobs as text, with the totals of all pending runs."""
+    """Return the jobs as text, followed by the total time and energy of the pending runs."""
     text = []
     for line in lines:
         sure = ("at most", "") if line.confidence is None else ("about", f" ({line.confidence})")
@@ -82,7 +82,7 @@ def as_text(lines: Sequence[Planned], ready: Ready | None = None) -> str:
 
 
 def known_total(ready: Ready) -> str | None:
-    """Return the number of a sweep's pending runs and their total time. Return None for a search or without runs."""
+    """Return the number and total time of the pending runs as text. Return None for `--until-oom` or without runs."""
     if isinstance(ready.plan, Search):
         return None
     pending = [line for line in dry_run(ready) if line.state == "pending"]
@@ -90,7 +90,7 @@ def known_total(ready: Ready) -> str | None:
 
 
 def _totals(pending: Sequence[Planned], ready: Ready | None) -> list[str]:
-    """Return one line with the number of runs, their time and energy, and how many runs have a known time."""
+    """Return the line `total: ...`, with the number of pending runs and their total time and energy."""
     lasting = [line.seconds for line in pending if line.seconds]
     energies = [line.joules for line in pending if line.joules is not None]
     if not lasting:

@@ -1,4 +1,4 @@
-"""GPU slots: run one job at a time on a GPU. The worker waits until the GPU is free (`worker/gpu_lock.py`)."""
+"""GPU slots of a sweep. Each slot runs one job at a time. Workers wait for a free GPU (`worker/gpu_lock.py`)."""
 
 import select
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ class RunControl:
     """Connection between a run and its sweep.
 
     Attributes:
-        stop_pipe: Reading end of a pipe. A byte ends the run.
-        deadline: The sweep's deadline (monotonic clock, s).
-        show: Receives the progress as one line.
+        stop_pipe: Read end of a pipe. The run ends when the sweep writes a byte.
+        deadline: End of the sweep's time budget, in seconds of the monotonic clock. None without a budget.
+        show: Function that displays the progress, given as one line of text.
     """
 
     stop_pipe: int
@@ -27,12 +27,12 @@ class RunControl:
     show: Callable[[str], None]
 
     def stops_within(self, wait_s: float) -> bool:
-        """Wait, and return whether the run must end. The byte in the pipe is not read, so later calls see it too."""
+        """Wait at most `wait_s` seconds. Return whether the run must end. Later calls return the same."""
         return bool(select.select([self.stop_pipe], [], [], wait_s)[0])
 
 
 class GpuSlot(Protocol):
-    """Runs one job at a time. `trains` is False while a job waits in a cluster's queue."""
+    """A local GPU or a part of a cluster. It runs one job at a time. `trains` is False while the job is in a queue."""
 
     name: str
 
@@ -44,10 +44,10 @@ class GpuSlot(Protocol):
 
 @dataclass(slots=True)
 class LocalSlot:
-    """A GPU of this machine, or its CPU.
+    """A GPU of this machine, or the CPU of a machine without a GPU.
 
-    `visible` is the value for CUDA_VISIBLE_DEVICES. None selects the first GPU. `shared` is true if runs on other GPUs
-    use the machine at the same time.
+    `visible` is the value for CUDA_VISIBLE_DEVICES. If it is None, runs use the first GPU. `shared` is True if the
+    sweep also uses other GPUs of this machine.
     """
 
     name: str
@@ -56,12 +56,12 @@ class LocalSlot:
     trains: bool = field(default=True, init=False)
 
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
-        """Train a job. Raise MissingError if the disk is full."""
+        """Train a job in a new run directory, and return the result. Raise MissingError if the disk is full."""
         checks.check_disk(job.run.path.parent)
         return self.train(create(job), Order(job.spec, source, job.sets), control)
 
     def train(self, run: rundir.RunDir, order: Order, control: RunControl) -> FinishedRun:
-        """Train in a new directory."""
+        """Train the spec of `order` in the new run directory `run`, and return the result."""
         described = runner.describe(order.spec, self.visible) | ({"shared_host": True} if self.shared else {})
         return runner.execute(
             run, order, described, control.stop_pipe, lambda progress: control.show(progress.text()),
@@ -70,16 +70,16 @@ class LocalSlot:
 
 
 def create(job: Job) -> rundir.RunDir:
-    """Create the job's directory. An earlier run is archived under `.superseded/`."""
+    """Create the run directory of a job. Move an earlier run with the same name to `.superseded/`."""
     if job.run.path.exists():
         rundir.archive(job.run)
     return rundir.create_at(job.run.path)
 
 
 def local_slots(gpus: Sequence[str], mock: bool) -> list[LocalSlot]:
-    """Return a slot for each GPU of `--gpu-ids`, or one default slot.
+    """Return one slot per GPU in `--gpu-ids`. Without `--gpu-ids`, return one slot for this machine.
 
-    Raise MissingError for an unknown GPU. Raise SpecError for different GPUs, whose runs cannot be compared.
+    Raise MissingError for an unknown GPU. Raise SpecError for GPUs of different models: their runs are not comparable.
     """
     if not gpus:
         return [LocalSlot("this machine")]

@@ -1,4 +1,4 @@
-"""The lock that allows one sweep per folder. The kernel releases it (flock) when its owner ends."""
+"""Lock a folder for one sweep at a time. The lock is an `flock`: the kernel releases it when the process ends."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ LOCK = ".lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder for this process. Raise FtbenchError with the pid of another sweep that holds it."""
+    """Lock the folder during the `with` block. Raise FtbenchError if another sweep has locked the folder."""
     path = folder / LOCK
     with rundir.writing(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(file: int) -> bool:
-    """Take the lock. Retry briefly, because `is_held` locks the file for a moment and killed processes end slowly."""
+    """Try for half a second to lock the file, and return whether it is locked. `is_held` may lock it for a moment."""
     for _ in range(10):
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -50,7 +50,7 @@ def _lock(file: int) -> bool:
 
 
 def holder_of(folder: Path) -> dict[str, Any]:
-    """Return the process that holds the lock of the folder, or the killed process that held it last."""
+    """Return pid and host of the process that locked the folder. They stay in the file if the process was killed."""
     return rundir.read_json(folder / LOCK)
 
 

@@ -1,6 +1,6 @@
 """The loop of a sweep: keep all GPU slots busy, update the tables after each run, and stop on a signal or deadline.
 
-One thread per run waits for its child process. Only the loop in the main thread decides and writes files.
+One thread per run waits for the child process. Only the main thread starts jobs and writes files.
 """
 
 import os
@@ -32,7 +32,7 @@ _SPACING = 20  # pause between two updates of the tables, relative to the durati
 
 @dataclass(slots=True)
 class RunningJob:
-    """A job in a slot, with the pipe that ends it, its progress as text, and its result."""
+    """A running job with its slot, a pipe to end the run, the start time, the progress as text, and the result."""
 
     job: Job
     slot: GpuSlot
@@ -44,7 +44,7 @@ class RunningJob:
 
 @dataclass(slots=True)
 class Session:
-    """One session of a sweep. `source` is the spec file. `deadline` ends the time budget (monotonic clock, s)."""
+    """One session of a sweep. `source` is the content of the spec file. `deadline` is a monotonic time in seconds."""
 
     source: bytes
     plan: Plan
@@ -64,9 +64,9 @@ class Session:
         return self.plan.options.folder
 
     def run(self) -> int:
-        """Run until all jobs are done or a signal arrives.
+        """Run jobs until all are done, the time budget is used up, or a signal arrives.
 
-        Return the exit code: 0, 1 if a run failed, 130 after a signal. Raise MissingError if the disk is full.
+        Return the exit code: 0 for success, 1 if a run failed, 130 after a signal. Raise MissingError for a full disk.
         """
         self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         with ThreadPoolExecutor(len(self.slots)) as self._pool:
@@ -134,7 +134,7 @@ class Session:
         running.result.add_done_callback(lambda _: _send_byte(self._wake[1]))
 
     def _take(self, running: RunningJob) -> None:
-        """Handle the result of a job."""
+        """Record the result of an ended job, and close its pipe. If its slot failed, stop the sweep."""
         self._running.remove(running)
         for pipe in running.pipe:
             os.close(pipe)
@@ -152,7 +152,7 @@ class Session:
         self._write()
 
     def _stop(self, why: str) -> None:
-        """Start no more jobs. A signal or an error also ends the running jobs."""
+        """Stop starting jobs. After a signal or an error, also end the running jobs."""
         self._stopping = self._stopping or why
         if why != "time budget":
             self._end_runs()
@@ -166,7 +166,7 @@ class Session:
         self._stop("error")
 
     def _write(self, last: bool = False) -> None:
-        """Write sweep.json, and the tables if they are due. A full disk stops the sweep."""
+        """Write sweep.json. If enough time has passed, also write the tables. Stop the sweep if the disk is full."""
         self._write_board()
         begin = time.monotonic()
         if last or begin >= self._tables_due:
@@ -177,7 +177,7 @@ class Session:
             self._tables_due = time.monotonic() + _SPACING * (time.monotonic() - begin)
 
     def _write_board(self) -> None:
-        """Write sweep.json, the status of all jobs."""
+        """Write sweep.json with the status of all jobs."""
         board: dict[str, Any] = {
             "schema": SCHEMA,
             "at": rundir.now(),
@@ -197,7 +197,7 @@ class Session:
             self._fail(error)
 
     def left_s(self) -> float | None:
-        """Return a rough estimate of the remaining seconds. Return None before a run has ended."""
+        """Return a rough estimate of the remaining time in seconds. Return None before the first run has ended."""
         now = time.monotonic()
         running = [(each.job, now - each.begun) for each in self._running if each.slot.trains]
         queued = [each.job for each in self._running if not each.slot.trains]

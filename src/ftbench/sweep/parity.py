@@ -1,5 +1,5 @@
-"""`ftbench parity`: plan the runs that show whether recipes learn the same as the plain recipe in float32, and show the
-verdicts. parity.json is rewritten after every run."""
+"""`ftbench parity`: test whether recipes learn the same as the plain recipe in float32. Plan the runs, print the
+verdicts, and write parity.json after every run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from ftbench.sweep.plan.parity import STEPS, Contender, Judgement, ParityPlan
 from ftbench.sweep.verdict import LEVELS, LevelResult
 
 WHICH = ("few", "all")  # values of --controls
-AT_A_TIME = 2  # runs, if they may share the GPU
+AT_A_TIME = 2  # number of runs at the same time, if they may share the GPU
 NOTE = (
     "each level: its worst number / the limit. forward: loss per sample in nats; gradient: gradients and weight "
     "changes by tensor; training: held-out loss over all seeds in nats, as two one-sided tests"
@@ -39,8 +39,8 @@ WORST = 8  # tensors shown for each recipe
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRequest(PlanRequest):
-    """The command line. `recipes` names the recipes to judge, by default the spec itself. `steps` is the length of
-    each training. `controls` is one of `WHICH`."""
+    """Options of `ftbench parity`. `recipes` are the recipes to judge; if empty, judge the spec itself. `steps` is the
+    number of steps of each training. `controls` is `few` or `all`."""
 
     recipes: Sequence[str] = ()
     seeds: int = 3
@@ -49,7 +49,7 @@ class ParityRequest(PlanRequest):
 
 
 def prepare(request: ParityRequest) -> command.Ready:
-    """Plan the runs without starting them. Raise SpecError or MissingError if the check is not possible."""
+    """Plan the runs of a parity check without starting them. Raise SpecError or MissingError if it is not possible."""
     if request.controls not in WHICH:
         raise SpecError(f"--controls {request.controls}: must be {' or '.join(WHICH)}")
     if request.seeds == 1:
@@ -75,8 +75,8 @@ def prepare(request: ParityRequest) -> command.Ready:
 
 
 def _unpublished(request: ParityRequest, recipes: Sequence[Contender], capability: Capability) -> str | None:
-    """Return an error message if parity would judge a recipe without its published kernels. Return None if all recipes
-    have their kernels."""
+    """Return an error message if a recipe is published with Triton kernels and would run without them on this machine.
+    Otherwise return None."""
     for recipe in recipes:
         if recipe.refused is None and (why := unpublished(load(request.spec, recipe.sets), capability)):
             return (
@@ -87,7 +87,7 @@ def _unpublished(request: ParityRequest, recipes: Sequence[Contender], capabilit
 
 
 def _check(spec: Experiment) -> None:
-    """Raise SpecError for a spec that parity cannot judge."""
+    """Raise SpecError if `ftbench parity` cannot judge this spec."""
     problems = []
     if spec.objective.name != "sft":
         problems.append(
@@ -104,8 +104,8 @@ def _check(spec: Experiment) -> None:
 
 
 def _contender(request: ParityRequest, name: str, sets: Sequence[str], described: dict[str, Any]) -> Contender:
-    """Return a recipe with its reference, and the reason if it cannot run on this machine. Raise SpecError for an
-    invalid spec. Raise MissingError if the reference cannot run."""
+    """Return a recipe to judge and its reference. If the recipe cannot run on this machine, `refused` is the reason.
+    Raise SpecError for an invalid spec. Raise MissingError if the reference cannot run."""
     own = [*sets, *([f"recipe={name}"] if name else [])]
     capability = checks.capability(described)
     made, reason = load(request.spec, request.sets), None
@@ -123,15 +123,15 @@ def _contender(request: ParityRequest, name: str, sets: Sequence[str], described
 
 
 def _reference(plain: Experiment, spec: Experiment) -> Experiment:
-    """Return the plain recipe in float32 that trains the same tensors as `spec`, on the same stored weights."""
+    """Return the reference of `spec`: the plain recipe in float32, with the same adapters and the same quantization."""
     method = {"method": _plain_method(spec.method)}
     full = {"model.dtype": "float32", "train.precision": "fp32"}
     return with_changes(plain.model_copy(update=method), full)
 
 
 def _plain_method(method: Method) -> Method:
-    """Return the method of the reference. It has the same adapters and the same stored weights as `method`. If
-    `method` has 4-bit weights, the reference also has them and dequantises them to float32."""
+    """Return the method of the reference, with the same adapters as `method`. If `method` has 4-bit weights, the
+    reference has the same 4-bit weights and dequantises them to float32."""
     if isinstance(method, Full):
         return method
     if isinstance(method, Qlora):
@@ -146,7 +146,7 @@ class ParityTables(Tables):
     plan: ParityPlan
 
     def exit_code(self, code: int) -> int:
-        """Return 0 only if every recipe passed."""
+        """Return the exit code of the session. If this code is 0 but a recipe did not pass, return 1."""
         return code or int(not self.plan.passed())
 
     def write(self) -> None:
@@ -154,7 +154,7 @@ class ParityTables(Tables):
         rundir.write_json(self.folder / "parity.json", self.document())
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each recipe: its verdict, the cause, and the kernels and the GPU of the run."""
+        """Yield two lines for each recipe: the verdict with its reason, and the settings and GPU of the judged run."""
         for recipe, judgement in zip(self.plan.recipes, self.plan.judgements(), strict=True):
             words = {key: as_text(value).strip('"') for key, value in self._settings(recipe).items()}
             yield ": ".join(filter(None, [f"{recipe.name}: {judgement.verdict}", judgement.reason]))
@@ -176,7 +176,7 @@ class ParityTables(Tables):
         }  # fmt: skip
 
     def _settings(self, recipe: Contender) -> dict[str, Any]:
-        """Return optimizations, precision, commit and GPU of the compared run. They are read from its files."""
+        """Return optimizations, precision, commit and GPU of the judged run, as recorded in its files."""
         if recipe.refused:
             return {}
         run = self.plan.record_of(recipe.spec, recipe).run
@@ -206,7 +206,7 @@ class ParityTables(Tables):
             yield "worst tensors", Table({}, ["recipe", "tensor", "error", "limit"], worst, [], ("tensor",))
 
     def _worst(self, recipe: Contender) -> Iterator[list[str]]:
-        """Yield the tensor checks of a recipe with the largest ratio of error to limit."""
+        """Yield rows (recipe, tensor, error, limit) for the tensors of a recipe with the largest `error / limit`."""
         plan = self.plan
         if recipe.refused or plan.standings[record := plan.record_of(recipe.spec, recipe)].state != "ok":
             return

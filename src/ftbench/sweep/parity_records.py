@@ -1,4 +1,4 @@
-"""Compare the losses and gradients that two parity runs recorded at the same weights, and make their samples."""
+"""Compare the losses and gradients of two parity runs that have the same weights, and choose their samples."""
 
 import json
 import math
@@ -19,16 +19,16 @@ PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
 POINTS = ("initial", "trained")
 CHANGES = {"gradient": "gradient", "moment": "second moment", "step": "weight change", "steps": "weight change"}
 _ARRAYS = ("names", "settings", "samples", "losses", "initial", *CHANGES)
-INITIAL = 1.5  # factor between norms of initial weights; other seeds change adapters by a few percent
-NO_GRADIENT = 1e-5  # share of the median norm; a smaller gradient is rounding noise (the bias of keys cancels)
+INITIAL = 1.5  # largest ratio of two norms of initial weights; another seed changes a norm by a few percent
+NO_GRADIENT = 1e-5  # share of the median norm; smaller gradients are rounding noise, such as those of the key bias
 LONGEST = 1024  # tokens of the longest recorded sample, if the lengths of the spec's samples are not known
 SAME_SIZE = 0.15  # maximum relative difference of the number of samples in two trainings
 
 
 def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
-    """Return the content of agreement.json. `problems` are sentences. `losses` has the loss of each sample (nats) in
-    both runs at each point, before and after the steps. A row of `tensors` has point, change, name, direction error
-    and log of the norm ratio."""
+    """Return the content of agreement.json. `problems` are sentences. `losses` has the loss of each sample in nats, for
+    both runs, at initial and trained weights, before and after the steps. A row of `tensors` has: `initial` or
+    `trained`, compared quantity, tensor name, direction error, logarithm of the norm ratio."""
     a, b = _loaded(reference), _loaded(candidate)
     made: dict[str, Any] = {"problems": [], "losses": {}, "tensors": []}
     if not a or not b or a["gradient"].shape[2] != b["gradient"].shape[2]:
@@ -62,14 +62,14 @@ def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
 
 
 def _settings(a: dict[str, list[str]], b: dict[str, list[str]]) -> list[str]:
-    """Return a sentence for each optimizer setting that both optimizers have and that differs."""
+    """Return one sentence for each optimizer setting that differs. Ignore settings that only one optimizer has."""
     pairs = [(name, a[name], b.get(name, ["None"])) for name in a]
     return [f"the optimizer's {name} is {', '.join(y)}, and plain's is {', '.join(x)}"
             for name, x, y in pairs if "None" not in (*x, *y) and x != y]  # fmt: skip
 
 
 def _initial(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return a sentence about tensors whose norms differ before training. Their initialisation is wrong."""
+    """Compare the norms of initial weights. If tensors are initialised differently, return a sentence about them."""
     norms = dict(zip(b["names"], b["initial"], strict=True))
     wrong = [name for name, norm in zip(a["names"], a["initial"], strict=True)
              if name in norms and not norm / INITIAL <= norms[name] <= norm * INITIAL]  # fmt: skip
@@ -77,8 +77,8 @@ def _initial(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str], list[list[Any]]]:
-    """Compare gradients, second moments and weight changes. Return sentences about missing or infinite values, and the
-    rows of `tensors`."""
+    """Compare gradients, second moments and weight changes of all tensors. Return two lists: sentences about missing or
+    infinite values, and the rows of `tensors` in agreement.json."""
     places = {name: index for index, name in enumerate(b["names"])}
     norms = a["gradient"][point][:, 0]
     floor = NO_GRADIENT * float(sorted(norms[norms > 0])[int((norms > 0).sum()) // 2]) if (norms > 0).any() else 0.0
@@ -105,7 +105,7 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
 
 
 def _few(names: list[str]) -> str:
-    """Return the projection that all names belong to. If there are several, return the first name and a count."""
+    """Return a short text for parameter names: `q_proj (4 tensors, first NAME)`, or `NAME and 3 more`."""
     short = [name.removeprefix("base_model.model.").removesuffix(".weight").replace(".default", "") for name in names]
     modules = {module_of(name) for name in names}
     if len(names) > 1 and len(kinds := {module.partition(".")[0] for module in modules}) == 1:
@@ -120,13 +120,13 @@ def module_of(name: str) -> str:
 
 
 def layer_of(name: str) -> str:
-    """Return the number of a parameter's layer. Return an empty text if the parameter is outside the layers."""
+    """Return the layer number of a parameter as text. Return an empty string for parameters outside the layers."""
     parts = name.split(".")
     return parts[parts.index("layers") + 1] if "layers" in parts[:-1] else ""
 
 
 def _loaded(run: RunDir) -> dict[str, Any]:
-    """Return the arrays that `worker/measure/levels.py` wrote. Return no arrays if the file is damaged or missing."""
+    """Return the arrays of gradients and losses of a run. Return an empty dict if the file is damaged or missing."""
     import numpy as np
 
     try:
@@ -137,10 +137,10 @@ def _loaded(run: RunDir) -> dict[str, Any]:
 
 
 def same_samples(spec: Experiment) -> dict[str, Any]:
-    """Return changes to a packed spec, so that a packed step trains about as many samples as a padded step.
+    """Return a new batch size and `max_length` for a spec with packing. With these, a packed step has about the same
+    number of samples as a padded step.
 
-    The changes are the number of rows per step and the maximum length. Return no changes if the spec does not pack, or
-    if the sample lengths are not known because the data is not generated."""
+    Return no changes for a spec without packing, or with data that is not generated (unknown sample lengths)."""
     if not spec.optimizations.packing or not spec.dataset.is_made:
         return {}
     every = _lengths(spec)
@@ -157,8 +157,8 @@ def same_samples(spec: Experiment) -> dict[str, Any]:
 
 
 def _lengths(spec: Experiment) -> list[int]:
-    """Return the number of tokens of each generated sample, including held-out samples. An image counts as its tokens
-    plus the token after it."""
+    """Return the number of tokens of each generated sample, including held-out samples. An image adds its image tokens
+    and one token after them."""
     dataset = spec.dataset
     texts = synthetic_lengths(dataset, (dataset.samples or 1) + dataset.eval_samples)
     vision = families.describe(dict(configuration(spec.model))).vision if dataset.has_images else None
@@ -170,11 +170,11 @@ def _lengths(spec: Experiment) -> list[int]:
 
 
 def probe(spec: Experiment, batch: int) -> Dataset:
-    """Return the samples of a recording run: two batches of the reference and one more sample.
+    """Return the dataset of a run that records gradients: two full batches of `batch` samples, and one more sample.
 
-    The last batch is therefore not full. Images come from the spec. Without images, samples are built-in tasks with
-    prompts and unequal lengths. Their answers contradict each other, to detect packed samples that attend to other
-    samples. One sample is as long as the longest sample of the spec."""
+    If the spec has images, use its dataset. Otherwise, use generated tasks with prompts and different lengths. One
+    sample has the length of the longest sample of the spec. The tasks have contradicting answers, to detect packed
+    samples that attend to each other."""
     count = max(9, 2 * batch + 1)
     if spec.dataset.has_images:
         structure = "tasks" if spec.dataset.is_made else "random"
@@ -189,7 +189,7 @@ def probe(spec: Experiment, batch: int) -> Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The results of a training: last held-out loss (NaN if missing), number of samples, and learning rates."""
+    """The results of a training: last held-out loss (NaN if missing), number of samples, learning rate of each step."""
 
     held_out: float
     samples: float
@@ -204,7 +204,7 @@ class Training:
         return cls(losses[-1] if losses else float("nan"), samples, rates)
 
     def difference(self, other: "Training") -> tuple[str, str] | None:
-        """Return a state and a sentence if the number of samples or the schedule of another training differs."""
+        """Return (state, sentence) if `other` has another number of samples or other learning rates, else None."""
         if abs(other.samples - self.samples) > SAME_SIZE * self.samples:
             sentence = f"it trained {other.samples:,.0f} samples and the reference {self.samples:,.0f}"
             return INCONCLUSIVE, f"{sentence}: change train.batch_size"

@@ -1,4 +1,4 @@
-"""`ftbench sweep`: build a plan and the GPU slots from the command line, and run one session of it."""
+"""`ftbench sweep`: plan the jobs of a command line, find the GPUs, and run the jobs."""
 
 import sys
 import time
@@ -32,7 +32,7 @@ _BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest(PlanRequest):
-    """Command line of a sweep. An axis is `key=value,value`. `gpus` are the values of --gpu-ids. `on` is a cluster."""
+    """Options of `ftbench sweep`. An axis is `key=value,value`. `gpus` is the list of --gpu-ids. `on` is a cluster."""
 
     axes: Sequence[str] = ()
     until_oom: bool = False
@@ -43,7 +43,7 @@ class SweepRequest(PlanRequest):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A plan that can be started.
+    """A plan that is ready to start.
 
     Attributes:
         request: The command line.
@@ -51,9 +51,9 @@ class Ready:
         plan: Decides which job runs next.
         slots: The GPUs to use.
         device: The GPU, as in machine.json.
-        impossible: Cells that no machine can run, with the reason.
-        unpublished: Why some recipes would run without their published settings. `run` then raises MissingError.
-        tables: Class of the tables that are written after each run.
+        impossible: Cells that no machine can run: (name, reason).
+        unpublished: Why some recipes would run without their published kernels. If set, `run` raises MissingError.
+        tables: Class of the tables that the sweep writes after each run.
     """
 
     request: PlanRequest
@@ -67,11 +67,11 @@ class Ready:
 
 
 def prepare(request: SweepRequest, notify: Callable[[str], None] = lambda text: None) -> Ready:
-    """Build the plan without starting runs. Raise SpecError and MissingError for invalid or missing things.
+    """Plan a sweep without starting runs. Raise SpecError or MissingError if the sweep cannot run.
 
     Args:
         request: The command line.
-        notify: Receives notes about settings without effect and about waiting.
+        notify: Function that displays notes, for example about duplicate cells.
     """
     if request.effective_batch and not request.until_oom:
         raise SpecError("--effective-batch needs --until-oom; otherwise set train.gradient_accumulation_steps")
@@ -95,8 +95,7 @@ def cell_name(cell: GridCell) -> str:
 
 
 def _unpublished(grid: Sequence[GridCell], capability: tuple[int, int] | None) -> str | None:
-    """Return one line about the cells that would run without the kernels of their recipe. It has the reason and the
-    ways to continue."""
+    """Return an error message if cells would run without the published kernels of their recipe, else None."""
     specs = ((cell, cell.spec) for cell in grid if cell.spec is not None and cell.spec.launch.mock == "off")
     affected = [(cell_name(cell), why) for cell, spec in specs if (why := unpublished(spec, capability))]
     if not affected:
@@ -106,7 +105,7 @@ def _unpublished(grid: Sequence[GridCell], capability: tuple[int, int] | None) -
 
 
 def _experiment(grid: Sequence[GridCell]) -> str:
-    """Return the folder name of all cells. Raise SpecError if no cell is valid or only some are mocks."""
+    """Return the name of the experiment's folder. Raise SpecError if no cell is valid, or only some cells are mocks."""
     folders = {runner.experiment(cell.spec) for cell in grid if cell.spec is not None}
     if not folders:
         raise SpecError(*dict.fromkeys(f"no cell can run: {cell.refused}" for cell in grid))
@@ -118,7 +117,7 @@ def _experiment(grid: Sequence[GridCell]) -> str:
 def _slots(
     request: SweepRequest, spec: Experiment, folder: Path, notify: Callable[[str], None]
 ) -> tuple[Sequence[GpuSlot], dict[str, Any]]:
-    """Return the GPU slots, and the machine.json of one of them. All slots have the same kind of GPU."""
+    """Return the GPU slots, and the content of machine.json for the first slot. All slots have the same kind of GPU."""
     if request.on is None:
         slots = local_slots(request.gpus, mock=spec.launch.mock != "off")
         return slots, runner.describe(spec, slots[0].visible)
@@ -146,7 +145,7 @@ class _Planner:
         return self._search() if self.request.until_oom else self._grid()
 
     def _problem(self, spec: Experiment) -> str | None:
-        """Return why a spec cannot run on this machine. Raise the errors of `checks.check_needed`."""
+        """Return why a spec cannot run on this machine, or None. Raise an error if required packages are missing."""
         problems = checks.problems(spec, self.machine)
         if not problems:
             checks.check_needed(spec)
@@ -181,10 +180,10 @@ def _without_batch(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:
-    """Run one session and return its exit code and tables. Without a terminal, report every `log_every_s` seconds.
+    """Run one session, and return its exit code and tables. Without a terminal, log progress every `log_every_s` s.
 
     Raises:
-        MissingError: A recipe would run without its published settings, or this machine can run no job.
+        MissingError: If a recipe would run without its published kernels, or if all jobs are skipped.
     """
     plan, folder, budget = ready.plan, ready.plan.options.folder, ready.request.time_budget
     skipped = [standing.reason for standing in plan.standings.values() if standing.state == "skipped"]

@@ -1,9 +1,9 @@
-"""Compute the three levels of a parity verdict from the files of runs: forward, gradient and training.
+"""Judge a recipe at the three levels of a parity check: forward, gradient and training.
 
-The reference is the plain recipe in float32. The error of a recipe is its difference from this reference. A recipe that
-only rounds differently may have twice the error of plain bfloat16, as in FlashAttention's tests (T. Dao et al., arXiv
-2205.14135). For 8-bit products, plain bfloat16 rounds the operands of its products to 8 bits too. Other recipes have a
-stated budget.
+The reference is the plain recipe in float32. The error of a recipe is its difference from this reference. If a recipe
+differs only in rounding, twice the error of the plain recipe in bfloat16 is allowed, as in FlashAttention's tests (T.
+Dao et al., arXiv 2205.14135). For a recipe with 8-bit products, the plain recipe also rounds the inputs of products to
+8 bits. Other recipes have fixed limits (`BUDGETS`).
 """
 
 import math
@@ -20,17 +20,17 @@ _Errors = dict[tuple[str, str, str], dict[str, float]]  # (point, change, direct
 EVERY, PLAIN, EIGHT_BIT = "all tensors", "plain bfloat16", "8-bit products"
 LEVELS = ("forward", "gradient", "training")
 FACTOR = 2.0  # times the error of plain bfloat16, for a mean over samples or a median over tensors
-ONE_TENSOR = 4.0  # times the largest error of plain bfloat16, for one tensor of a thousand
+ONE_TENSOR = 4.0  # times the largest error of plain bfloat16, for the error of a single tensor
 LEARNED = 0.05  # allowed difference of held-out losses, as a share of the loss that training removes
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
-    """The largest allowed errors of a recipe. `loss` is in nats (root mean square over samples).
+    """The largest allowed errors of a recipe. `loss` limits the root mean square of the loss differences in nats.
 
-    For the gradient g of a tensor and its reference r, `direction` limits the norm of g / |g| - r / |r|, and `norm`
-    limits the absolute value of log(|g| / |r|). `update` is like `direction`, for the weight change. The limits for
-    medians over tensors are half as large. If a limit is None, plain bfloat16 sets it. `source` names the source."""
+    g is the gradient of a tensor, and r is the gradient of the reference. `direction` limits the norm of
+    `g / |g| - r / |r|`. `norm` limits `abs(log(|g| / |r|))`. `update` limits the direction error of the weight change.
+    Medians over tensors have half of these limits. A limit of None is computed from the errors of plain bfloat16."""
 
     source: str
     loss: float | None = None
@@ -62,7 +62,7 @@ BUDGETS = {
 
 @dataclass(frozen=True, slots=True)
 class LevelResult:
-    """The result of one level. `number` belongs to the check with the largest ratio of error to limit."""
+    """The result of one level of a parity check. `number` and `limit` are those of the worst comparison."""
 
     level: str
     state: str
@@ -72,7 +72,7 @@ class LevelResult:
 
 
 def kinds(spec: Experiment) -> tuple[str, ...]:
-    """Return the names of the error budgets that apply to a resolved spec. The budget for products comes first."""
+    """Return the keys of `BUDGETS` that apply to a resolved spec. The first key is for the precision of products."""
     if spec.optimizations.fp8 != "off":
         products = EIGHT_BIT
     elif spec.train.precision == "fp32" and spec.model.dtype == "float32":
@@ -83,7 +83,7 @@ def kinds(spec: Experiment) -> tuple[str, ...]:
 
 
 def rounds(spec: Experiment) -> bool:
-    """Return whether a spec is compared with plain bfloat16."""
+    """Return whether the limits for a spec are computed from the errors of plain bfloat16."""
     return BUDGETS[kinds(spec)[0]].loss is None
 
 
@@ -105,7 +105,7 @@ def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], sp
 
 
 def gradient(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
-    """Judge the differences of gradients and weight changes. A missing gradient fails."""
+    """Compare gradients and weight changes with those of the reference. A missing gradient fails."""
     if not record["losses"]:
         return LevelResult("gradient", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")
     if record["problems"]:
@@ -145,7 +145,7 @@ class _Check:
 
     @property
     def share(self) -> float:
-        """Return the number divided by its limit. With a limit of 0, any error gives infinity."""
+        """`number / limit`. It is infinity if the number is not finite, or if only the limit is 0."""
         if not math.isfinite(self.number):
             return math.inf
         return self.number / self.limit if self.limit else math.inf if self.number else 0.0
@@ -163,10 +163,10 @@ def _result(level: str, checks: Sequence[_Check], unit: str) -> LevelResult:
 
 
 def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> list[_Check]:
-    """Return a check for each tensor, and for the median over each layer, each module and all tensors.
+    """Return one check for each tensor, and checks of medians: over each layer, over each module, over all tensors.
 
-    If plain bfloat16 loses a weight change to rounding, only the gradient is checked. For example, a norm's weight near
-    1 does not change by less than 0.004 unless rounding is stochastic.
+    A weight change is not checked if plain bfloat16 rounds it to zero. For example, bfloat16 weights near 1 cannot
+    change by less than 0.004.
     """
     names = kinds(spec)
     errors, allowed = _errors(record), [_errors(other) for other in rounding]
@@ -188,10 +188,10 @@ class _Limits:
     """Limits of one kind of error. A limit is the larger of two values: the stated budget (half of it for medians), and
     a limit computed from the errors of plain bfloat16.
 
-    A direction error sums over all elements, so its median over a few tensors is stable. Errors of norms scatter around
-    0, so their median over a few tensors can be small by chance. Therefore, the root mean square over all tensors is
-    used. A relative error d that is orthogonal to the gradient increases its norm by the share d² / 2. Norms may differ
-    by this share, where d is the limit of `direction`.
+    For directions, the second limit uses the median error of the tensors. For norms, the median over a few tensors can
+    be small by chance, because errors scatter around 0. Therefore, the limit also uses the root mean square over all
+    tensors. An error that is orthogonal to the gradient increases the norm by the share `d**2 / 2`, where d is the
+    relative error. Norms may differ by this share, with the limit of `direction` as d.
     """
 
     budget: float | None
@@ -217,7 +217,7 @@ def _limits(names: Sequence[str], allowed: Sequence[_Errors], point: str, change
 
 
 def _stated(names: Sequence[str], change: str, what: str) -> float | None:
-    """Return the largest stated budget for one tensor. None means that plain bfloat16 sets the limit."""
+    """Return the largest stated budget for one tensor. Return None if only plain bfloat16 sets the limit."""
     of_step = CHANGES[change] == "weight change"
     field = "norm" if what == "norm" else "update" if of_step else "direction"
     stated = [getattr(BUDGETS[name], field) for name in names if of_step or name == names[0]]

@@ -39,7 +39,7 @@ else:
 
 
 def choices(name: str) -> list[Any]:
-    """Return the values that an optimization accepts, except off, auto and numbers."""
+    """Return the values of an optimization, such as True or `offload`. Off, auto and numbers are not included."""
     return [value for value in _values(OPTIMIZATIONS[name].type) if value not in OFF]
 
 
@@ -52,5 +52,5 @@ def _values(annotation: Any) -> list[Any]:
 
 
 def switched_on(section: Optimizations) -> dict[str, Any]:
-    """Return the name and value of each optimization that is on."""
+    """Return {name: value} of the optimizations that are on."""
     return {name: value for name in OPTIMIZATIONS if (value := getattr(section, name)) not in OFF}

@@ -1,4 +1,4 @@
-"""Optimizations of attention, 8-bit products, fused and compiled code, and our own Triton kernels."""
+"""Declare the optimizations for attention, 8-bit products, fused and compiled code, and ftbench's Triton kernels."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -111,7 +111,7 @@ MEASURED = (9, 0)  # the kernels were measured to be faster on GPUs of this comp
 
 
 def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
-    """Return why `triton_kernels: auto` becomes off. Return None if it becomes on, or if the setting is not auto."""
+    """Return why `triton_kernels: auto` becomes off. Return None if auto becomes on, or if the setting is not auto."""
     if spec.optimizations.triton_kernels != "auto":
         return None
     why = [reason.partition(": ")[0] for reason in _triton_kernels(spec)]
@@ -127,8 +127,8 @@ def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
 
 
 def kernel_ends(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the optimizations for both results of `triton_kernels: auto`. If it becomes off, fp8 cannot use delayed
-    scaling."""
+    """Return two copies of the optimizations: `triton_kernels: auto` becomes on in the first copy, off in the second.
+    With the kernels off, fp8 does not use delayed scaling. If there is no auto, return one copy."""
     if values.get("triton_kernels") != "auto":
         return [dict(values)]
     fp8 = "tensorwise" if values["fp8"] == DELAYED else values["fp8"]
@@ -136,7 +136,7 @@ def kernel_ends(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def kernels_decided(spec: Experiment, capability: Capability) -> dict[str, Any]:
-    """Return the settings that replace `triton_kernels: auto` on a machine with this compute capability."""
+    """Return the settings that replace `triton_kernels: auto` on a GPU of this compute capability: {name: value}."""
     if spec.optimizations.triton_kernels != "auto":
         return {}
     on, off = kernel_ends({name: getattr(spec.optimizations, name) for name in ("triton_kernels", "fp8")})
@@ -198,7 +198,7 @@ OPTIMIZATIONS = {
         "activations to save memory",
         not_with_dpo=None,
         not_with_unsloth="unsloth compiles its own code: set it to off",
-        after=("liger", "triton_kernels"),  # compile must see the layers that these have changed
+        after=("liger", "triton_kernels"),  # these change the layers, and compile must see the changed layers
         not_ablated=("lean",),  # lean saves memory but is not faster
     ),
     "fused_lora": Optimization(

@@ -1,4 +1,4 @@
-"""Optimizations that trade speed for GPU memory, form batches, or process images."""
+"""Declare the optimizations that trade speed for GPU memory, form batches, or process images."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal

@@ -16,11 +16,11 @@ from ftbench.sweep.lock import is_held
 from ftbench.sweep.output.table import BOARD
 from ftbench.sweep.plan.base import FAILED, Standing
 
-UNFINISHED = ".slurm"  # folder with the unfinished runs of Slurm jobs, each in a folder of its name
+UNFINISHED = ".slurm"  # Slurm jobs write an unfinished run NAME to .slurm/NAME/NAME
 
 
 def counted(standings: Iterable[Standing], left_s: float | None) -> str:
-    """Return `12 ok · 1 oom · 2 skipped · 9 runs left · about 1 h 20 min`."""
+    """Return the progress as text, such as `12 ok · 1 oom · 2 skipped · 9 runs left · about 1 h 20 min`."""
     states = Counter(standing.state for standing in standings)
     failed = sum(states[name] for name in FAILED)
     left = states["pending"] + states["running"] + states["interrupted"]
@@ -32,7 +32,7 @@ def counted(standings: Iterable[Standing], left_s: float | None) -> str:
 
 
 def ended(what: str, summary: RunSummary, wall_s: float | None) -> str:
-    """Return one line about a finished run."""
+    """Return one line of text about a finished run: the state, then speed and memory, or the reason of a failure."""
     if summary.state != "ok":
         return f"{summary.state}  {what}: {summary.reason}"
     speed, peak = summary.tokens_per_s.get("real"), summary.memory_gb.get("allocated_peak")
@@ -46,9 +46,9 @@ def ended(what: str, summary: RunSummary, wall_s: float | None) -> str:
 
 
 def status(folder: Path) -> dict[str, Any]:
-    """Return sweep.json of an experiment's folder, whether the sweep is running, and a line for each running job.
+    """Return the content of an experiment's sweep.json, with the progress of each running job as text.
 
-    Raise SpecError if the folder has no sweep.
+    The key `alive` is True if the sweep is running. Raise SpecError if the folder does not have a sweep.
     """
     board, problem = read_document(folder / BOARD)
     if problem is not None:
@@ -72,7 +72,7 @@ def unfinished(folder: Path, name: str) -> Path:
 
 
 def as_text(board: dict[str, Any]) -> str:
-    """Return the result of `status` as text."""
+    """Return the status of a sweep as text. `board` is the result of `status`."""
     jobs = {job["run"]: job for job in board["jobs"]}
     stopped = {} if board["alive"] else {"running": "pending"}
     standings = [Standing(stopped.get(job["state"], job["state"])) for job in jobs.values()]

@@ -1,4 +1,4 @@
-"""The tables of a sweep: summary.md and summary.csv of all finished runs."""
+"""Write the tables of a sweep: summary.md and summary.csv, with all finished runs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,23 +18,23 @@ BOARD = "sweep.json"  # status of all jobs
 
 
 class Tables:
-    """The tables of a plan. Subclasses add `sections`, which contain the answer, and keys of the JSON document."""
+    """The tables of a plan. Subclasses for other commands change the sections and the keys of the JSON document."""
 
     def __init__(self, plan: Plan, impossible: Sequence[tuple[str, str]]) -> None:
         self.folder, self.plan, self._impossible = plan.options.folder, plan, impossible
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines above the tables."""
+        """Yield the lines of text that are printed above the tables."""
         if any(job.spec.launch.mock != "off" for job in self.plan.standings):
             yield "launch.mock: nothing was trained, and all figures are invented."
 
     def sections(self, runs: Sequence[Record]) -> Iterator[tuple[str, Table]]:
-        """Yield the title and the table of each section."""
+        """Yield (title, table) of each section."""
         if isinstance(self.plan, Search):
             yield "largest batch", frontier_table(self.plan)
 
     def answer(self, runs: Sequence[Record]) -> dict[str, Any]:
-        """Return the answer of the plan for the JSON document."""
+        """Return the keys that this kind of plan adds to the JSON document."""
         return {"frontier": self.plan.as_dicts() if isinstance(self.plan, Search) else []}
 
     def exit_code(self, code: int) -> int:
@@ -42,14 +42,14 @@ class Tables:
         return code
 
     def write(self) -> None:
-        """Write both files. Raise MissingError if the disk is full."""
+        """Write summary.md and summary.csv. Raise MissingError if the disk is full."""
         runs = self.runs()
         self._put("summary.md", self._markdown(runs))
         if runs:
             self._put("summary.csv", formats.csv_text(runs))
 
     def _put(self, name: str, text: str) -> None:
-        """Write a file without secrets and control characters."""
+        """Remove secrets and control characters from a text, and write it to a file."""
         rundir.write_text(self.folder / name, printable(without_secrets(text)))
 
     def _markdown(self, runs: Sequence[Record]) -> str:
@@ -64,7 +64,7 @@ class Tables:
         return "\n".join(parts)
 
     def terminal(self) -> str:
-        """Return the tables for the terminal. These are the sections, or the runs if there are no sections."""
+        """Return the text for the terminal: the sections, or a table of all runs if there are no sections."""
         runs = self.runs()
         parts = ["".join(f"{line}\n" for line in lines)] if (lines := [*self.lines()]) else []
         sections = [f"{title.upper()}\n{formats.terminal(table)}" for title, table in self.sections(runs)]
@@ -82,7 +82,7 @@ class Tables:
         return {"folder": str(self.folder), "left": self.plan.left(), **answer, "skipped": skipped, "runs": runs}
 
     def runs(self) -> list[Record]:
-        """Return the records of the finished runs, as `ftbench report` of the folder numbers them."""
+        """Return the records of the finished runs, with the same numbers as in `ftbench report FOLDER`."""
         done = {job.run.run_id for job, now in self.plan.standings.items() if now.done and now.state != "skipped"}
         return [record for record in collect([self.folder]) if record["run_id"] in done] if done else []
 
@@ -91,13 +91,13 @@ class Tables:
 
 
 def _report(runs: Sequence[Record]) -> Report:
-    """Return the runs with merged repeats, the fastest first."""
+    """Return a report of the runs, the fastest first. The repeats of a cell are one row."""
     named, axes = groups.with_axes(groups.merge_repeats(groups.runs_of(runs)))
     return Report(select.arranged(named, "tokens/s"), axes)
 
 
 def frontier_table(search: Search) -> Table:
-    """Return a row per family, with the largest batch that fits and the smallest batch that does not fit."""
+    """Return the table of `--until-oom`: the largest batch that fits and the smallest that does not, for each cell."""
     keys = dict.fromkeys(key for family in search.families for key in family.values if key != "method")
     rows = []
     for family, _, edge in search.edges():

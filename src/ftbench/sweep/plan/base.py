@@ -1,6 +1,6 @@
 """Jobs of a sweep, their status, and the base class of plans.
 
-The run directories are the only record of progress, so a sweep can be resumed after any interruption.
+Progress is stored only in the run directories. Therefore, a sweep can be resumed after any interruption.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from ftbench.store.rundir import NOT_FINITE, RunDir
 FAILED = ("timeout", "error", NOT_FINITE)
 DONE = ("ok", "oom", *FAILED)
 RETRIES = 2  # retries per session of a run that another process killed
-MARGIN = 1.1  # added to measured wall times
+MARGIN = 1.1  # factor on measured wall times
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Job:
         sets: `--set` changes that turn the spec file into `spec`.
         values: The job's value on each axis.
         repeat: Number of the repeat, from 1.
-        family: Identifier shared by the same settings at other batch sizes.
+        family: Identifier of all jobs that differ only in batch size.
     """
 
     run: RunDir
@@ -45,18 +45,18 @@ class Job:
 
     @property
     def cell(self) -> str:
-        """Return the name shared by all repeats of the cell."""
+        """The name of the cell. All repeats of the cell have the same name."""
         return self.run.run_id.rpartition("-r")[0]
 
     @property
     def what(self) -> str:
-        """Return `method=lora train.batch_size=4`, with the repeat if the cell has several."""
+        """The description of the job in messages, such as `method=lora train.batch_size=4 repeat 2`."""
         repeat = [f"repeat {self.repeat}"] if self.spec.measure.repeats > 1 else []
         return " ".join([*(f"{key}={short(value)}" for key, value in self.values.items()), *repeat]) or self.spec.name
 
 
 def short(value: Any) -> str:
-    """Return an axis value as one short line. A section starts with its name."""
+    """Return an axis value as text of at most 40 characters. For a section, the text starts with the section's name."""
     text = as_text(value)
     if isinstance(value, dict) and (name := value.get("name", value.get("id"))):
         others = [f"{key} {as_text(other)}" for key, other in value.items() if key not in ("name", "id")]
@@ -65,23 +65,23 @@ def short(value: Any) -> str:
 
 
 def job(spec: Experiment, sets: tuple[str, ...], values: dict[str, Any], repeat: int, folder: Path, gpu: Any) -> Job:
-    """Return the job of a resolved spec on the named GPU."""
+    """Return the job that runs a resolved spec on this kind of GPU. Its run directory is in `folder`."""
     run = RunDir(folder / f"{identity.slug(spec, gpu)}-r{repeat}")
     return Job(run, spec, sets, values, repeat, identity.fingerprint_without_batch(spec, gpu))
 
 
 def run_command(source: Path, job: Job, out: Path) -> list[str]:
-    """Return the `ftbench run` command of a job."""
+    """Return the arguments of the `ftbench run` command that repeats a job."""
     sets = [part for text in job.sets for part in ("--set", text)]
     return ["ftbench", "run", str(source), *sets, *([] if out == Path("results") else ["--out", str(out)])]
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Status of a job: a run state, `pending`, or `skipped` with the reason.
+    """Status of a job: the state of its run, `pending`, or `skipped`.
 
-    `wall_s` is set for finished runs. `lacking` is true if the run failed because the machine lacks something.
-    `killed` is true if another process killed the run.
+    `wall_s` is the wall time of a finished run in seconds. `lacking` is True if the run failed because something is
+    missing on the machine. `killed` is True if another process killed the run.
     """
 
     state: str
@@ -111,10 +111,10 @@ def read_standing(run: RunDir) -> Standing:
 
 
 def on_resume(standing: Standing, retry_failed: bool) -> Standing:
-    """Return `pending` for a job that must run again, else its status.
+    """Return the status `pending` for a job that must run again. For other jobs, return the given status.
 
-    Interrupted runs and runs that failed because something was missing on the machine run again. Other failures run
-    again only with `retry_failed`. Out of memory is a result.
+    Interrupted runs start again. So do runs that failed because something was missing on the machine. Other failed runs
+    start again only with `retry_failed`. Out of memory is a result, not a failure.
     """
     interrupted = standing.state == "interrupted" or standing.killed
     again = interrupted or standing.lacking or (retry_failed and standing.state in FAILED)
@@ -122,7 +122,7 @@ def on_resume(standing: Standing, retry_failed: bool) -> Standing:
 
 
 def is_batch_too_large(run: RunDir) -> bool:
-    """Return whether an out-of-memory run was alone on the GPU. If so, larger batches do not fit either."""
+    """Return whether an out-of-memory run had the GPU to itself. If True, larger batches do not fit either."""
     gpu = rundir.first_gpu(rundir.read_json(run.machine))
     return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
 
@@ -150,12 +150,12 @@ class PlanRequest:
     force: bool = False
 
     def options(self, folder: Path, gpu: str | None, sets: Sequence[str]) -> Options:
-        """Return the options of a plan in an experiment's folder on the named GPU."""
+        """Return the options of a plan. `folder` is the experiment's folder, and `gpu` is the name of the GPU."""
         return Options(folder, gpu, tuple(sets), self.retry_failed, self.force)
 
 
 class WallTimes:
-    """Wall times in seconds of finished runs, by cell and by family."""
+    """Wall times of finished runs in seconds. They give upper bounds for the wall times of pending jobs."""
 
     def __init__(self) -> None:
         self._cells: dict[str, list[float]] = {}
@@ -173,10 +173,10 @@ class WallTimes:
     def at_most_s(self, job: Job) -> float | None:
         """Return an upper bound of the job's wall time in seconds. Return None before a run has finished.
 
-        The bound comes from finished repeats of the same cell. Without repeats, it comes from runs with the same
-        settings at another batch size. Without these, it comes from the slowest run of all and the slowest run at the
-        nearest batch size. With a fixed number of steps, the time grows at most in proportion to the number of
-        samples. With a fixed number of epochs, a smaller batch needs proportionally more steps.
+        The bound comes from finished repeats of the same cell. Without repeats, it comes from runs that differ only in
+        batch size. Without such runs, it comes from the slowest run, and from the slowest run at the nearest batch
+        size. Times are scaled to the job's batch size. With a fixed number of steps, the time grows at most in
+        proportion to the number of samples. With a fixed number of epochs, a smaller batch needs more steps.
         """
         if repeats := self._cells.get(job.cell):
             return MARGIN * max(repeats)
@@ -192,7 +192,7 @@ class WallTimes:
     ) -> float | None:
         """Return an upper bound of the seconds until all jobs are done. Return None before a run has finished.
 
-        `running` holds the running jobs and the seconds since each one started.
+        `running` has a pair for each running job: the job, and the seconds since the start of the job.
         """
         bounds = [(self.at_most_s(job), spent) for job, spent in (*((job, 0.0) for job in pending), *running)]
         return sum(max(0.0, bound - spent) for bound, spent in bounds if bound) / slots if self._cells else None
@@ -210,8 +210,8 @@ def _growth(known: Experiment, wanted: Experiment) -> float:
 
 
 class Plan:
-    """Decides which job runs next. `standings` holds all known jobs in table order. `has_commands` is true if `ftbench
-    run` with the spec file and `--set` can repeat each job."""
+    """Base class of plans. A plan decides which job runs next. `standings` has the status of all jobs, in table order.
+    `has_commands` is True if an `ftbench run` command can repeat each job."""
 
     has_commands = True
 
@@ -230,7 +230,7 @@ class Plan:
         raise NotImplementedError
 
     def pending(self) -> list[Job]:
-        """Return the known jobs that have not started."""
+        """Return the jobs with the status `pending`."""
         return [job for job, standing in self.standings.items() if standing == PENDING]
 
     def left(self) -> int:
@@ -244,7 +244,7 @@ class Plan:
             self.wall_times.add(job, standing.wall_s)
 
     def is_retried(self, job: Job, standing: Standing) -> bool:
-        """Return whether a killed job becomes pending again."""
+        """If the job was killed, make it `pending` again, at most twice per session. Return whether it is `pending`."""
         if not standing.killed or self._retries[job] >= RETRIES:
             return False
         self._retries[job] += 1

@@ -1,4 +1,4 @@
-"""The plan of a grid. It runs all cells in order, except cells that are already done."""
+"""The plan of a grid: run all unfinished cells in order."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,10 +19,10 @@ from ftbench.sweep.plan.base import (
 
 
 class Grid(Plan):
-    """Run a fixed list of jobs in order. If a batch runs out of memory, larger batches of its family are skipped."""
+    """Run a fixed list of jobs in order. If a batch runs out of memory, skip larger batches with the same settings."""
 
     def __init__(self, jobs: Iterable[Job], refused: dict[Job, str], options: Options) -> None:
-        """Read the results of earlier sessions. `refused` has the reasons of jobs that cannot run."""
+        """Read the results of earlier sessions. `refused` has the reason for each job that cannot run."""
         super().__init__(options)
         self._limits: dict[str, int] = {}
         for each in dict.fromkeys(jobs):
@@ -60,7 +60,7 @@ class Grid(Plan):
 
 
 def first_jobs(cells: Iterable[GridCell], options: Options) -> list[Job]:
-    """Return the first job of each cell that has a resolved spec."""
+    """Return the job of the first repeat of each cell. Leave out cells without a spec."""
     return [
         job(cell.spec, (*options.sets, *cell.sets), cell.values, 1, options.folder, options.gpu)
         for cell in cells if cell.spec is not None
@@ -68,7 +68,7 @@ def first_jobs(cells: Iterable[GridCell], options: Options) -> list[Job]:
 
 
 def with_repeats(firsts: Sequence[Job]) -> list[Job]:
-    """Return the jobs of a grid: the first repeat of all cells, then the second, and so on. Equal cells are merged."""
+    """Return the jobs of a grid: the first repeat of all cells, then the second repeat of all cells, and so on."""
     jobs: dict[str, Job] = {}
     for repeat in range(1, max((first.spec.measure.repeats for first in firsts), default=1) + 1):
         for first in firsts:

@@ -1,8 +1,8 @@
-"""The plan of a parity check: the runs that a verdict needs, and the verdict from their files.
+"""The plan of a parity check. It lists the runs of a check, and computes the verdicts from the files of these runs.
 
-Each recipe has a reference: the plain recipe in float32 that trains the same tensors. There are three kinds of runs.
-Recordings are short runs that record losses, gradients and weight changes. They read the weights that the reference's
-first training saved. Trainings run with several seeds. Controls are damaged on purpose and must fail.
+The reference of a recipe is the plain recipe in float32, with the same trained tensors. There are three kinds of runs.
+Short runs record losses, gradients and weight changes, at weights that the first training of the reference saved.
+Trainings run with several seeds. Controls are damaged on purpose, and the check must detect the damage.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,14 +27,14 @@ from ftbench.sweep.plan.base import Job, Options, job
 from ftbench.sweep.plan.grid import Grid
 from ftbench.sweep.verdict import EIGHT_BIT, LevelResult
 
-SMALL = 4  # largest batch of recordings in float32
-STEPS = 3  # steps recorded at each point; Adam's betas and weight decay affect the second step
+SMALL = 4  # largest batch of a float32 run that records gradients
+STEPS = 3  # steps recorded at initial and at trained weights; wrong Adam betas and weight decay appear in step 2
 PENDING, UNPROVEN, BROKEN = "not run yet", "no verdict", "did not end"
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A recipe to judge, with its resolved spec, reference and `--set` options, and the reason if it cannot run."""
+    """A recipe to judge, with its resolved spec, reference and `--set` options. `refused` is why it cannot run."""
 
     name: str
     spec: Experiment
@@ -45,7 +45,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The verdict on a recipe. It is the worst result of its levels, with a sentence that names the cause."""
+    """The verdict on a recipe: the worst result of its levels. `reason` is a sentence about the cause."""
 
     name: str
     verdict: str
@@ -53,13 +53,13 @@ class Judgement:
     levels: tuple[LevelResult, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """Return the verdict as a dictionary of plain values."""
+        """Return the verdict as a dictionary for JSON."""
         return asdict(self) | {"levels": {level.level: asdict(level) for level in self.levels}}
 
 
 @dataclass(frozen=True, slots=True)
 class ControlResult:
-    """The outcome of a control. `level` is the level that must fail. With `any`, one failed level is enough."""
+    """The result of a control. `level` is the level that must detect the damage. `any` means at least one level."""
 
     name: str
     level: str
@@ -68,8 +68,8 @@ class ControlResult:
 
 
 class ParityPlan(Grid):
-    """The runs of `recipes` and their references. The training level needs `seeds` trainings per recipe. With 0 seeds,
-    there is no training level. `every_control` adds all other controls to the subtle control of each level."""
+    """The runs of `recipes`, their references and their controls. There are `seeds` trainings per recipe. If `seeds` is
+    0, leave out the training level. Run one control per level, or all controls if `every_control` is True."""
 
     has_commands = False  # references and controls change keys that the spec file does not have
 
@@ -81,14 +81,14 @@ class ParityPlan(Grid):
         super().__init__(jobs, {}, options)
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
-        """Return a job to start now. A recording starts after the run whose weights it reads."""
+        """Return a job to start now, or None. A job that reads saved weights starts after the run that saves them."""
         ended = {job.run.run_id for job, standing in self.standings.items() if standing.done}
         return super().next(lambda job: has_time(job) and job.spec.measure.weights_of in (*ended, ""))
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
     def _records(self, recipe: Contender) -> Iterator[Job]:
-        """Yield the runs that the forward and gradient levels need, in the order of their dependencies."""
+        """Yield the runs of the forward and gradient levels, in the order of their dependencies."""
         yield self.train(recipe.reference, 0)
         yield self.record_of(recipe.reference, recipe)
         if verdict.rounds(recipe.spec):
@@ -108,8 +108,8 @@ class ParityPlan(Grid):
                     yield self.train(recipe.reference, seed, None, name)
 
     def controls_of(self, recipe: Contender) -> list[tuple[str, str]]:
-        """Return pairs of a control and the level at which it must fail. The first pairs are one subtle control for
-        each level."""
+        """Return pairs: a control, and the level that must detect its damage. The first pairs have slight damage, one
+        for each level."""
         adapters, coarse = recipe.spec.method.adapters, verdict.kinds(recipe.spec)[0] == EIGHT_BIT
         forward = ("lora_scale_x1.5" if coarse else "lora_scale_x1.05") if adapters else "loss_over_padding"
         backward = "layer_gradient_reversed" if coarse else "gradient_entries_lost"
@@ -123,7 +123,7 @@ class ParityPlan(Grid):
         return few + [(name, "any") for name in GRADED if name not in done and (adapters or name not in OF_ADAPTERS)]
 
     def plain(self, recipe: Contender) -> Experiment:
-        """Return the plain recipe in the precision of a recipe. Its rounding errors set the limits."""
+        """Return the plain recipe in the precision of `recipe`. The limits come from its rounding errors."""
         spec = recipe.spec
         if not verdict.rounds(spec):
             return recipe.reference
@@ -135,7 +135,7 @@ class ParityPlan(Grid):
         return with_changes(recipe.reference, changes)
 
     def train(self, spec: Experiment, seed: int, recipe: Contender | None = None, control: str = "off") -> Job:
-        """Return a training run. The first training of a reference keeps its weights."""
+        """Return a training run. The first training of a reference saves its weights."""
         changes: dict[str, Any] = {"train.seed": spec.train.seed + seed, "measure.control": control}
         if spec.method.name == "unsloth":  # unsloth initialises adapters with this seed
             changes["method.random_state"] = spec.method.random_state + seed
@@ -153,7 +153,7 @@ class ParityPlan(Grid):
         return self._job(recipe.reference, changes, {"recipe": "reference", "run": "untrained"}, None)
 
     def record_of(self, spec: Experiment, recipe: Contender, control: str = "off") -> Job:
-        """Return the short run that records losses, gradients and weight changes of a spec."""
+        """Return the short run that records the losses, gradients and weight changes of a spec."""
         name = "reference" if spec is recipe.reference else recipe.name if spec is recipe.spec else "plain"
         name = name if control == "off" else f"control: {control}"
         rounds = verdict.kinds(recipe.spec)[0] != "float32"  # rounding errors vary, so compare more samples
@@ -165,7 +165,7 @@ class ParityPlan(Grid):
             "train.warmup_steps": 0, "measure.gradients": STEPS, "measure.control": control,
             "measure.weights_of": self.train(recipe.reference, 0).run.run_id,
         }  # fmt: skip
-        if spec.optimizations.cuda_graph:  # which does not accumulate
+        if spec.optimizations.cuda_graph:  # CUDA graphs do not support gradient accumulation
             changes |= {"train.batch_size": dataset.samples, "train.gradient_accumulation_steps": 1}
         if spec.method.adapters:
             changes["method.dropout"] = 0.0
@@ -250,8 +250,8 @@ class ParityPlan(Grid):
         return verdict.training(losses[0], losses[1], losses[2][0], recipe.spec.train.max_steps or 0)
 
     def _missing(self, yardsticks: Sequence[Job], judged: Sequence[Job]) -> tuple[str, str] | None:
-        """Return the state and the sentence of a level if one of its runs is pending or failed. If a run of the
-        reference or of plain bfloat16 failed, the level is inconclusive."""
+        """Return (state, sentence) of a level if one of its runs is pending or failed. Otherwise return None. If one of
+        the `yardsticks` failed (reference, plain bfloat16), the level is inconclusive."""
         for each in (*yardsticks, *judged):
             standing = self.standings[each]
             if not standing.done:
@@ -262,7 +262,7 @@ class ParityPlan(Grid):
         return None
 
     def agreement(self, recipe: Contender, record: Job) -> dict[str, Any]:
-        """Return the content of a run's agreement.json. Write the file if it is missing or belongs to other runs."""
+        """Compare a run with its reference, and write agreement.json. If the file exists, return its content."""
         reference = self.record_of(recipe.reference, recipe).run
         runs = [f"{run.run_id} {read_json(run.state).get('ended_at')}" for run in (reference, record.run)]
         kept = self._kept.get(record) or read_json(record.run.agreement)
@@ -279,7 +279,7 @@ class ParityPlan(Grid):
 
 
 def _is_refused(result: LevelResult) -> bool:
-    """Return whether a level prevents a pass. Its number is beyond the limit, or too noisy to be within the limit."""
+    """Return whether a level detects the damage of a control: it fails, or the held-out loss differs too much."""
     if result.state != INCONCLUSIVE or result.number is None or result.limit is None:
         return result.state == FAIL
     return result.level == "training" and result.number > result.limit

@@ -1,4 +1,4 @@
-"""`sweep --until-oom`: the search for the largest batch that fits. Its trials are ordinary runs and are reused."""
+"""`sweep --until-oom`: search for the largest batch that fits. Each trial is an ordinary run."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -26,12 +26,12 @@ from ftbench.sweep.plan.base import (
 
 LARGEST_BATCH = 4096
 STEPS = 7  # optimizer steps of a trial
-KNEE = 1.05  # a smaller gain in speed counts as no gain
+KNEE = 1.05  # ratio of two speeds; a smaller gain is ignored
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The result for one batch size."""
+    """The result of a run with one batch size."""
 
     batch: int
     fits: bool | None  # None if the run failed for a reason other than memory
@@ -42,11 +42,11 @@ class Trial:
 
 
 def next_batch(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = None) -> int | None:
-    """Return the next batch to try, or None when the limit is known.
+    """Return the next batch size to try, or None when the limit is known.
 
-    The batch doubles until one does not fit. Then bisection continues between the last two. `candidates` are in
-    ascending order. Doubling stops at `seed`, the largest batch that is expected to fit. From there, the batch grows
-    in steps of 1, 2, 4.
+    Double the batch size until it does not fit. Then bisect between the last size that fits and this size. `seed` is
+    the largest size that is predicted to fit: doubling stops there, and the size then grows by 1, 2, 4. `candidates` is
+    sorted.
     """
     if any(trial.fits is None for trial in trials):
         return None
@@ -62,7 +62,7 @@ def next_batch(trials: Sequence[Trial], candidates: Sequence[int], seed: int | N
 
 
 def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | None:
-    """Return the next batch if all trials have fitted."""
+    """Return the next larger batch size to try, or None. `largest` is the largest size that has fitted."""
     larger = [batch for batch in candidates if batch > largest]
     wanted = 2 * largest
     if seed is not None and largest < seed:
@@ -75,7 +75,7 @@ def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The limit found so far: the largest batch that fits, the smallest that does not fit, the `knee`, and a note."""
+    """The limit of a search: the largest batch that fits, the smallest that does not fit, the knee, and a note."""
 
     largest: Trial | None
     first_failing: Trial | None
@@ -84,7 +84,7 @@ class Edge:
 
 
 def edge(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = None) -> Edge:
-    """Return the limit found by the trials."""
+    """Return the limit that the trials have found so far."""
     fitting = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.batch)
     failing = sorted((trial for trial in trials if trial.fits is False), key=lambda trial: trial.batch)
     note = ""
@@ -98,7 +98,7 @@ def edge(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = 
 
 
 def knee(fitting: Sequence[Trial]) -> int | None:
-    """Return the smallest batch for which no larger batch is 5 % faster. Return None without two known speeds."""
+    """Return the knee: no batch larger than this is 5 % faster. Return None if fewer than two speeds are known."""
     known = sorted((trial.batch, trial.speed) for trial in fitting if trial.speed)
     flat = (batch for i, (batch, speed) in enumerate(known) if all(later < KNEE * speed for _, later in known[i + 1 :]))
     return next(flat) if len(known) > 1 else None
@@ -106,7 +106,7 @@ def knee(fitting: Sequence[Trial]) -> int | None:
 
 @dataclass(slots=True)
 class Family:
-    """One cell whose batch size is searched. `seed` is the batch that is expected to fit."""
+    """The settings of a cell without its batch size. `seed` is the largest batch that is predicted to fit."""
 
     spec: Experiment
     sets: tuple[str, ...]
@@ -119,7 +119,7 @@ class Family:
 
 
 class Search(Plan):
-    """Search the largest batch of each family."""
+    """The plan of `--until-oom`: search for the largest batch that fits, for each family."""
 
     def __init__(
         self, families: Iterable[Family], options: Options, effective: int | None, gpu: dict[str, Any] | None = None
@@ -145,7 +145,7 @@ class Search(Plan):
         return None
 
     def _next_trial(self, family: Family) -> Job | None:
-        """Return the next trial to run. Finished trials are read from their directories."""
+        """Return the next trial to run, or None. Read the results of finished trials from their run directories."""
         while (batch := next_batch([*family.trials.values()], self.candidates(family), family.seed)) is not None:
             trial = self._job(family, batch)
             now = on_resume(read_standing(trial.run), self.options.retry_failed)
@@ -176,8 +176,8 @@ class Search(Plan):
         family.trials[trial.spec.train.batch_size] = trial_of(trial, now)
 
     def candidates(self, family: Family) -> list[int]:
-        """Return the allowed batch sizes. They do not exceed the number of samples, divide the effective batch, and
-        have complete groups."""
+        """Return the allowed batch sizes. A batch is not larger than the dataset. It divides the effective batch, and
+        each step has complete groups."""
         spec, batches = family.spec, range(1, (self._effective or LARGEST_BATCH) + 1)
         allowed = [batch for batch in batches if not self._effective or self._effective % batch == 0]
         accumulation, group = spec.train.gradient_accumulation_steps, spec.objective.group
@@ -186,14 +186,14 @@ class Search(Plan):
         return [batch for batch in allowed if limit is None or batch <= limit] or allowed[:1]
 
     def _samples(self, family: Family) -> int | None:
-        """Return the number of samples, from a trial or the spec. Return None for synthetic data."""
+        """Return the number of samples in the dataset, from a trial or the spec. Return None for generated data."""
         if family.spec.dataset.is_made:
             return None
         datasets = (read_json(self._job(family, batch).run.applied).get("dataset", {}) for batch in family.trials)
         return next((int(each["samples"]) for each in datasets if each.get("samples")), family.spec.dataset.samples)
 
     def edges(self) -> list[tuple[Family, list[Trial], Edge]]:
-        """Return the limit of each family with its trials."""
+        """Return (family, its trials, its limit) for each family."""
         edges = []
         for family in self.families:
             trials = [family.trials[batch] for batch in sorted(family.trials)]
@@ -225,7 +225,7 @@ class Search(Plan):
 
 
 def _first_trial(spec: Experiment, gpu: dict[str, Any] | None, folder: Path) -> int | None:
-    """Return the batch that is expected to fit. Return None without the estimator."""
+    """Return the largest batch that the estimator expects to fit. Return None if the estimator is not installed."""
     with suppress(ImportError):
         from ftbench.estimate import api
 
@@ -234,7 +234,7 @@ def _first_trial(spec: Experiment, gpu: dict[str, Any] | None, folder: Path) -> 
 
 
 def trial_of(job: Job, now: Standing) -> Trial:
-    """Return the result of a finished job."""
+    """Return the trial of a finished job: whether the batch fits, and its speed and memory."""
     batch = job.spec.train.batch_size
     if now.state == "oom":
         if not is_batch_too_large(job.run):
