@@ -151,7 +151,7 @@ def current_options(arguments: list[str]) -> list[str]:
 
 
 def check_output(output: Path | None, force: bool) -> None:
-    """Ask before the file of `-o` is overwritten. Raise SpecError for a no, MissingError for a missing folder."""
+    """Ask before overwriting the file of `-o`. Raise SpecError if the user declines, MissingError without a folder."""
     from ftbench.store.output import output_file
 
     if output is None or not output_file(output).is_file() or force:

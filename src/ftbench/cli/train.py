@@ -57,7 +57,7 @@ def profile(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Profile a few steps after the warm-up. Print the time of each kernel group, kernel and phase, and the idle time."""
+    """Profile a few steps after the warm-up. Print the time of kernels, groups of kernels and phases, and idle time."""
     from ftbench.profile import profile_table
     from ftbench.report import show
     from ftbench.spec.model_argument import spec_sets

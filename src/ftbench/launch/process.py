@@ -1,7 +1,7 @@
-"""Run one child process in a separate session, and end this process with all of its descendants (Linux).
+"""Run one child process in a separate session, and end the child with all of its descendants (Linux).
 
 The child runs under a supervisor (`process_tree.py`). Signals to ftbench arrive in a pipe. Therefore, they do not
-interrupt other code. While the child is measured, this process waits and uses almost no CPU.
+interrupt other code. While the child is measured, ftbench waits and uses almost no CPU.
 """
 
 import os

@@ -25,7 +25,7 @@ WINDOW = 50  # batches per window; samples are sorted by length in each window (
 
 
 def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
-    """Return the lengths of `count` samples: all equal, or log-normal. Their mean after truncation is as requested."""
+    """Return the lengths of `count` samples: all equal, or log-normal. After truncation, they have the spec's mean."""
     if dataset.length is not None:
         return [dataset.length] * count
     source = DATASETS[dataset.like] if dataset.like else None

@@ -173,7 +173,7 @@ def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, 
 
 @cache
 def shipped_recipes() -> dict[str, dict[str, Any]]:
-    """Return the keys of each shipped recipe."""
+    """Return {name of the recipe: its keys} for the shipped recipes."""
     return {name: recipe(name, Path()) for name in recipes()}
 
 

@@ -254,8 +254,8 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
 
 
 def _expected(problem: Any) -> list[str]:
-    """Return the allowed words from one of pydantic's errors. Without such words, return one phrase that completes "the
-    value must ..."."""
+    """Return the allowed words from a pydantic error. For other errors, return one phrase that completes "must ...",
+    such as "be a list"."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in ("literal_error", "union_tag_invalid"):
         expected = str(context.get("expected", context.get("expected_tags"))).replace(" or ", ", ")

@@ -66,7 +66,7 @@ def _refused(spec: Experiment, described: dict[str, Any]) -> str | None:
 
 
 class AblationPlan(Grid):
-    """The plan of an ablation: runs of the plain `spec` and of its `variants`. `spec.measure` has the repeats.
+    """The plan of an ablation: train the plain `spec` and each of its `variants` `spec.measure.repeats` times.
 
     The function `refused` returns the reason why a spec cannot run on this machine, or None."""
 

@@ -135,7 +135,7 @@ class ParityPlan(Grid):
         return with_changes(recipe.reference, changes)
 
     def train(self, spec: Experiment, seed: int, recipe: Contender | None = None, control: str = "off") -> Job:
-        """Return a training run. The first training of a reference saves its weights."""
+        """Return the job that trains `spec` with this seed. The first training of a reference saves its weights."""
         changes: dict[str, Any] = {"train.seed": spec.train.seed + seed, "measure.control": control}
         if spec.method.name == "unsloth":  # unsloth initialises adapters with this seed
             changes["method.random_state"] = spec.method.random_state + seed
@@ -262,7 +262,7 @@ class ParityPlan(Grid):
         return None
 
     def agreement(self, recipe: Contender, record: Job) -> dict[str, Any]:
-        """Compare a run with its reference, and write agreement.json. If the file exists, return its content."""
+        """Return the comparison of a run with its reference. Read it from agreement.json, or compute and write it."""
         reference = self.record_of(recipe.reference, recipe).run
         runs = [f"{run.run_id} {read_json(run.state).get('ended_at')}" for run in (reference, record.run)]
         kept = self._kept.get(record) or read_json(record.run.agreement)

@@ -44,9 +44,9 @@ class Trial:
 def next_batch(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = None) -> int | None:
     """Return the next batch size to try, or None when the limit is known.
 
-    Double the batch size until it does not fit. Then bisect between the last size that fits and this size. `seed` is
-    the largest size that is predicted to fit: doubling stops there, and the size then grows by 1, 2, 4. `candidates` is
-    sorted.
+    Double the batch size until a size does not fit. Then bisect between the largest size that fits and the smallest
+    that does not. `seed` is the predicted largest size that fits: doubling stops at `seed`, and then the size grows by
+    1, 2, 4. `candidates` is sorted.
     """
     if any(trial.fits is None for trial in trials):
         return None
