@@ -32,7 +32,7 @@ def _hash(x: tensor) -> tensor:
 @triton.jit
 def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
     """Return float32 `values` in the dtype `to`. For bfloat16, round stochastically: add 16 random `bits` to the last
-    16 bits, then clear the last 16 bits. NaN stays NaN. Adding 1 to a GPU's NaN (0x7FFFFFFF) would give -0."""
+    16 bits, then clear the last 16 bits. Keep NaN unchanged: adding 1 to the bits of a GPU's NaN would give -0."""
     if to == tl.bfloat16:
         drawn = (values.to(tl.uint32, bitcast=True) + bits) & tl.full((), 0xFFFF0000, tl.uint32)
         values = tl.where(values == values, drawn.to(tl.float32, bitcast=True), values)

@@ -65,8 +65,7 @@ def _adapted_swiglu_forward(
     LIMIT: constexpr, AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
     """Compute [gate up] = base + mid @ b' and gated = silu(gate) * up. Write gated in 8 bits to `small`, and partial
-    sums of gated @ a' to `of_rows`. n programs share the same ROWS tokens. Each program handles every n-th tile of
-    columns."""
+    sums of gated @ a' to `of_rows`. n programs share the same ROWS tokens. Each of them handles every n-th tile."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -183,8 +182,8 @@ def gate_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return five tensors: the gradients of gate and up side by side in 8 bits (tokens, 2 * inner), the factor that
     undoes their scale, and the gradients of mid, b and a. The gradient of gated = silu(gate) * up is dout + thin @ a.
-    Here dout (tokens, inner) is the gradient from the frozen weight of down_proj. `base` must be contiguous. mid, b,
-    thin and a may have any row stride."""
+    dout (tokens, inner) is the part of this gradient from the frozen weight of down_proj. `base` must be contiguous.
+    mid, b, thin and a may have any row stride."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
     constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
     tiles, wide = triton.cdiv(columns, TILE["COLUMNS"]), constants["RANK"]

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-# The number of extra columns of a buffer is a multiple of this: 64 16-bit values have 128 bytes. torch.compile pads
+# The number of extra columns of a buffer is a multiple of 64: 64 16-bit values have 128 bytes. torch.compile pads
 # rows of other sizes (torch._inductor.config.padding_alignment_bytes) and then copies them for custom operations.
 ALIGNED = 64
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names of layers that read the same input
@@ -96,9 +96,9 @@ class Augmented(torch.autograd.Function):
 
 
 def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:
-    """Return the gradients of A and B of each layer, in the order of `adapters`. `da` (ranks, in) and `db` (out, ranks)
-    are the gradients for all layers. Multiply db by `scales`, because only da contains them. ranks = sum of all
-    ranks."""
+    """Return the gradients of A and B of each layer, in the order of `adapters`. `da` (ranks, in) contains the
+    gradients of all A, where `ranks` is the sum of ranks. `db` (out, ranks) contains the gradients of all B before
+    scaling."""
     of_adapters, rank, out = [], 0, 0
     for a, b, scale in zip(adapters[::2], adapters[1::2], scales, strict=True):
         r, n = a.shape[0], b.shape[0]

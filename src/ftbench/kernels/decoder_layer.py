@@ -1,8 +1,8 @@
 """Compute norms, rotary embedding and silu(gate) * up of a decoder layer with Triton kernels.
 `spec/optimizations/compute.py` lists the supported model families.
 
-If `fused_lora` computes the next matrix product, its input has extra columns for the adapters. The kernels write rows
-with these extra columns, so no copy is needed.
+If `fused_lora` computes the next matrix product, this product reads extra columns for the adapters. The kernels write
+rows with these extra columns, so no copy is needed.
 """
 
 from __future__ import annotations

@@ -76,15 +76,15 @@ cast_by_last.register_fake(lambda x, maxima, dtype: (x.new_empty(x.shape, dtype=
 
 class Maxima:
     """Stores the largest magnitudes of each layer. `values` is (layers, 2, 2). The axes are layer, input or gradient,
-    and previous or current step. They are not saved in checkpoints: a resumed run starts with zeros."""
+    and previous or current step. Checkpoints do not contain these values, so a resumed run starts with zeros."""
 
     def __init__(self, layers: int, device: Any) -> None:
         self.values = torch.zeros(layers, 2, 2, device=device)
         self.trained = False
 
     def next_pass(self, model: torch.nn.Module, *_: Any) -> None:
-        """Before a forward pass, replace the maxima of the previous step by those of the last training pass. The scales
-        do not change until the next forward pass. Maxima from evaluation are discarded."""
+        """Before a forward pass, make the maxima of the last training pass the maxima of the previous step. Discard
+        maxima from evaluation. All scales stay the same until the next forward pass."""
         # `.data` hides this write from autograd, which may still need the maxima for the backward pass of an earlier
         # forward pass. Example: the reference model runs between the two passes of the policy.
         known, seen = self.values.data.unbind(-1)

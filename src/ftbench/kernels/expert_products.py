@@ -35,8 +35,8 @@ in_rows.register_autograd(lambda _, gradient: gradient)
 
 
 class GroupedExperts:
-    """Mixin that computes all experts of a layer with grouped products. It is the base class before transformers' class
-    of fused experts or `nn.Module`. Gate and up are one parameter. `adapters` maps parameter names to (A, B, scale)."""
+    """Mixin that computes all experts of a layer with grouped products. The next base class is transformers' class of
+    fused experts or `nn.Module`. Gate and up are one parameter. `adapters` maps parameter names to (A, B, scale)."""
 
     adapters: dict[str, tuple[torch.Tensor, torch.Tensor, float]]
     num_experts: int

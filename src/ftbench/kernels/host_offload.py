@@ -18,8 +18,8 @@ _SMALL = 1 << 20  # bytes; smaller tensors stay on the GPU, because copying them
 
 
 class Kept:
-    """A tensor that autograd saved, in host memory. `before` refers to the tensor that was saved before this tensor.
-    `back` is the copy on the device, or None if the copy has not started."""
+    """Host copy of a tensor that autograd saved. `before` refers to the tensor that was saved before this tensor.
+    `back` is the copy on the device, or None if this copy has not started."""
 
     __slots__ = ("__weakref__", "back", "before", "copied", "device", "fetched", "host")
 

@@ -76,7 +76,7 @@ def _rotate_back(
     c2: tensor, s1: tensor, s2: tensor, eps: tensor, NORM: constexpr, HALF: constexpr, BLOCK_HEADS: constexpr,
     BLOCK_HALF: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of one token's `heads` to `out`. `dout` is the gradient after norm and rotation."""
+    """Write the gradients of one token's `heads` to `out`. `dout` is the gradient of the rotated heads."""
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     there = (head < count) & (half < HALF)
     d1, d2 = _halves(dout, head_stride, head, half, there, HALF)

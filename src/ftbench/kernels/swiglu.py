@@ -23,8 +23,8 @@ def _swiglu_backward(
     dout: tensor, gate: tensor, up: tensor, both: tensor, columns: tensor, dout_row: tensor, gate_row: tensor,
     up_row: tensor, both_row: tensor, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write dgate = dout * up * s * (1 + gate * (1 - s)) and dup = dout * gate * s to `both`. Here s is
-    sigmoid(gate)."""
+    """Write [dgate dup] to `both`: dgate = dout * up * s * (1 + gate * (1 - s)), dup = dout * gate * s,
+    s = sigmoid(gate)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < columns

@@ -156,8 +156,8 @@ class WeightStream:
         return [(offset, shape, weight.put) for offset, shape, weight in zip(offsets, shapes, weights, strict=True)]
 
     def take(self, index: int) -> None:
-        """Load the weights of layer `index`, and start to copy the weights of the layer that is expected next. If
-        another layer follows, its weights are copied when it starts. This is slower, but correct."""
+        """Load the weights of layer `index`, and start to copy the weights of the layer that is expected next. If a
+        different layer starts next, its weights are copied at that time. This is slower, but correct."""
         self.turns[index] += 1
         if self._there[index % 2] != index:
             self._fetch(index)

@@ -158,12 +158,12 @@ def hub_arguments(model: Model) -> dict[str, Any]:
     if model.path or model.weights == "random":
         return {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
     arguments = {"revision": model.revision or "main", "trust_remote_code": model.trust_remote_code}
-    # code_revision also applies to code in a different repository. Loading it fails, because it lacks that commit.
+    # code_revision also applies to code in a different repository. Loading fails if that repository lacks the commit.
     return arguments | ({"code_revision": model.revision} if model.trust_remote_code else {})
 
 
 def reach(model: Model, load: Any) -> Any:
-    """Call `load` and return its result. Raise MissingError or SpecError with a clear message if it fails."""
+    """Call `load` and return its result. Raise MissingError or SpecError with a clear message if the call fails."""
     name = model.path or model.id
     try:
         return load()
@@ -184,7 +184,7 @@ def reach(model: Model, load: Any) -> Any:
 
 
 def reach_description(model: Model, load: Any) -> Any:
-    """Call `load` for a configuration, tokenizer or processor, and return its result. Errors name the files."""
+    """Call `load` for a configuration, tokenizer or processor. Raise SpecError or MissingError for every error."""
     try:
         return reach(model, load)
     except (FtbenchError, MemoryError):

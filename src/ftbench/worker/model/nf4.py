@@ -58,5 +58,5 @@ def quantise(tensors: dict[str, torch.Tensor], names: Collection[str]) -> dict[s
         state = weight.quant_state.as_dict(packed=True)
         files |= {f"{name}.{key}": value.cpu().contiguous() for key, value in state.items()}
     if device().type == "cuda":
-        torch.cuda.empty_cache()  # the model is loaded next
+        torch.cuda.empty_cache()  # free memory for loading the model
     return files

@@ -43,7 +43,7 @@ def part_of(name: str) -> Part:
 
 
 def plain_tensors(value: Any) -> list[Any]:
-    """Return the tensors in a value of the optimizer state. torchao's 8-bit states have codes, scales and a table."""
+    """Return the tensors of one optimizer state. A torchao 8-bit state consists of codes, scales and a table."""
     if not hasattr(value, "untyped_storage"):
         return []
     return [getattr(value, name) for name in value.tensor_attrs] if hasattr(value, "tensor_attrs") else [value]

@@ -148,7 +148,7 @@ class Drawn(Mapping[str, torch.Tensor]):
         self._device = device() if large else _HOST
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        name = key.removeprefix("base_model.model.").replace(".base_layer", "")  # peft's
+        name = key.removeprefix("base_model.model.").replace(".base_layer", "")  # prefix and suffix of peft
         name = self._tied.get(name, name)
         if ".lora_" in name:
             return self._state[key]

@@ -35,8 +35,8 @@ def attention(kernel: Any) -> Any:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Return causal attention within each sample of a row: (1, heads, tokens, head_dim) → (1, tokens, heads,
-        head_dim). If all samples have the same length, compute them as a batch, because torch's batch kernels are
-        faster. Raise SpecError for a padded batch, and for features that torch's kernel does not support."""
+        head_dim). Samples of equal length are computed as a batch, because torch's batch kernels are faster. Raise
+        SpecError for a padded batch, and for features that torch's kernel does not support."""
         if cu_seq_lens_q is None or query.shape[0] != 1:
             raise SpecError("optimizations.attention varlen was given a padded batch: set packing or padding_free")
         if kwargs.get("softcap"):

@@ -18,8 +18,7 @@ _GUARDS = ("used_far_apart", "long_fusible_chains", "materialized_backward")
 def apply(model: Any, spec: Experiment) -> None:
     """Compile the layers. Dynamic graphs support all input sizes. Use them for the encoder if image sizes differ. Use
     them for the decoder if the dataset has images and `fixed_shape` is off, because batches then have many lengths.
-    Always use them for Qwen3-VL's decoder: with a graph for one length, its gradients were 4 % too small (torch 2.11,
-    H200)."""
+    Always use them for Qwen3-VL's decoder: static graphs gave gradients that were 4 % too small (torch 2.11, H200)."""
     torch._dynamo.config.specialize_float = True  # constants, because variable floats need a C++ kernel on the CPU
     for guard in _GUARDS:
         setattr(torch._functorch.config, f"ban_recompute_{guard}", spec.optimizations.compile != "lean")

@@ -18,7 +18,7 @@ from ftbench.kernels.small_products import DELAYED, WEIGHT, Product, cast
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
 
-MULTIPLE = 16  # torch._scaled_mm takes matrices whose sides are multiples of 16
+MULTIPLE = 16  # torch._scaled_mm needs matrices with sides divisible by 16
 
 
 class Fp8Linear(torch.nn.Module):
@@ -30,7 +30,7 @@ class Fp8Linear(torch.nn.Module):
     maxima: torch.Tensor | None
 
     def __init__(self, base: torch.nn.Linear, recipe: str, largest: torch.Tensor | None = None) -> None:
-        """Cast the weight of `base`. `largest` is the maximum magnitude of all layers with the same scale, or None."""
+        """Cast the weight of `base`. `largest` is the maximum over all layers with the same scale, or None."""
         super().__init__()
         self.in_features, self.out_features, self.recipe = base.in_features, base.out_features, recipe
         weight = base.weight.data
@@ -64,9 +64,9 @@ def wanted(module: Any, name: str) -> bool:
 
 
 def join(layers: list[Any]) -> Any:
-    """Return one 8-bit layer that returns the outputs of all `layers` side by side. Their weights become views of its
-    weight. Return a single 8-bit layer unchanged. Return None if a layer is not in 8 bits, the scale factors differ, or
-    only some layers have a bias."""
+    """Return one 8-bit layer that computes the outputs of all `layers` side by side. The weights of `layers` become
+    views of the new weight. Return a single 8-bit layer unchanged. Return None if a layer is not in 8 bits, the scale
+    factors differ, or only some layers have a bias."""
     first = layers[0]
     if len(layers) == 1:
         return first if type(first) is Fp8Linear else None

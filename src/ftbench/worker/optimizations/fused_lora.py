@@ -18,7 +18,7 @@ from ftbench.worker.model.parts import base_model
 from ftbench.worker.optimizations import fp8
 
 ADAPTER = "default"  # peft's name of the only adapter
-MOST = 32  # maximum rank, summed over a group, for which the kernels of `kernels/adapted_swiglu.py` are used
+MOST = 32  # maximum sum of ranks in a group that uses the kernels of `kernels/adapted_swiglu.py`
 
 
 class AdapterGroup(torch.nn.Module):
@@ -27,7 +27,7 @@ class AdapterGroup(torch.nn.Module):
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__()
-        self.layers = tuple(layers)  # torch does not register modules in a tuple; peft's model already contains these
+        self.layers = tuple(layers)  # torch does not register modules in a tuple; peft's model already has them
         self.sizes = [layer.out_features for layer in layers]
         self.scales = [layer.scaling[ADAPTER] for layer in layers]
         self.rank = layers[0].r[ADAPTER]
@@ -98,7 +98,7 @@ class AugmentedGroup(AdapterGroup):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layers' outputs side by side: (tokens, sum of output widths + columns). x is (tokens, width) or
-        (tokens, width + columns). The product overwrites the last `columns` columns of x."""
+        (tokens, width + columns). Extra columns of x are overwritten."""
         return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:

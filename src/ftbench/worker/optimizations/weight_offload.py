@@ -1,6 +1,6 @@
 """Keep frozen weights in host memory. The model is loaded into host memory (`model/loading.py`). The weights of a layer
 are copied to the device before the layer computes (`kernels/weight_stream.py`). The embedding stays on the host, and
-the device reads single rows from it. The chunked loss copies the head to the device."""
+the device reads single rows of the embedding. The chunked loss copies the head to the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -41,5 +41,5 @@ def different_copies(model: Any, group: Any) -> list[int]:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return the class that wraps the model, for applied.json."""
+    """Return the class name of the model's wrapper, for applied.json."""
     return {"wrapper": type(trainer.model_wrapped).__name__}

@@ -81,7 +81,7 @@ def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return an error message if no parameter is sharded. Each rank would then silently compute all experts."""
+    """Return an error message if no parameter is sharded. Without sharding, each rank silently computes all experts."""
     if applied(trainer)["sharded"]:
         return []
     return ["launch.strategy is ep, but the parameters are not sharded"]

@@ -31,7 +31,8 @@ applied = ep.applied
 
 
 def reads(spec: Experiment) -> bool:
-    """Return whether this rank reads the weights from files. If the method quantises weights, all ranks read them."""
+    """Return whether this rank reads weight files. Rank 0 reads pretrained weights. If the method quantises weights,
+    all ranks read them."""
     return spec.method.quantised or (spec.model.weights == "pretrained" and parallel.is_first())
 
 
@@ -70,7 +71,7 @@ def _checkpoint_every_second(accelerator: Any, model: Any) -> Any:
 
 
 def correct_plugin(trainer: Any, spec: Experiment) -> None:
-    """Correct the layer names, precision, checkpointing, head and adapter names in accelerate and peft."""
+    """Change what accelerate and peft get wrong: layer classes, precision, checkpointing, head, and adapter names."""
     accelerate.accelerator.fsdp2_prepare_model = partial(shard, spec=spec)
     if spec.optimizations.gradient_checkpointing == "selective":
         accelerate.accelerator.fsdp2_apply_ac = _checkpoint_every_second

@@ -1,8 +1,8 @@
 """Pipeline parallelism with torch's schedules. DDP, FSDP2 and transformers' tensor parallelism can be added.
 
-Each GPU holds some of the layers. The steps of a rank are: load the weights of its layers, add the adapters, cut the
-model, shard or copy its stages, create the schedule. Before the cut, the model has all layers, and the layers of other
-ranks are on the meta device. Therefore, adapters have the same names and initial values as in a run on one GPU.
+Each GPU holds some of the layers. The steps of a rank are: load the weights of its layers, add the adapters, remove the
+other layers (`cut`), shard or copy its stages, and create the schedule. Before `cut`, the model has all layers, and the
+layers of other ranks are on the meta device. So adapters have the same names and initial values as in a run on one GPU.
 """
 
 import copy
@@ -155,7 +155,7 @@ def _as_quantised(layers: Any, own: int) -> None:
 
 
 def cut(model: Any, spec: Experiment) -> Any:
-    """Return the model with only this rank's layers, and attach its pipeline. Keep a copy of all layers without
+    """Return the model with this rank's layers only, and attach its pipeline. Keep a copy of all layers without
     values."""
     split = split_of(spec, model.config)
     layers, first, last = own_layers(spec, split)

@@ -125,7 +125,7 @@ class Pipeline:
         self.passes: deque[tuple[Any, list[Any], Any]] = deque(maxlen=_TIMED)
         self._made: tuple[Any, Any] = (None, None)
         self.tied = self._tied_weight()
-        self.copy = None if self.layers[0].first else self.tied  # `norm` skips it: the first stage counts this weight
+        self.copy = None if self.layers[0].first else self.tied  # `norm` skips this copy: the first stage counts it
         self.partial: list[Any] = []  # weights whose gradient is summed over the ranks of tp
         self.ends = self._ends() if self.config.tie_word_embeddings else None
 

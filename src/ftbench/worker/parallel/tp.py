@@ -78,7 +78,7 @@ def attach(trainer: Any, spec: Experiment) -> None:
 
 
 def norms_within_heads(model: Any) -> Iterator[Any]:
-    """Yield the trained weights of head norms, and remove transformers' hooks that sum the gradients of head norms."""
+    """Yield the trained weights of q_norm and k_norm, and remove transformers' hooks that sum their gradients."""
     for module in model.modules():
         for key, hook in [*module._backward_hooks.items()]:
             if getattr(hook, "__name__", "") == "_all_reduce_grads":
@@ -92,7 +92,8 @@ def _summed(gradient: Any) -> Any:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return an error message if no parameter is sharded. Each rank would then silently compute complete products."""
+    """Return an error message if no parameter is sharded. Without sharding, each rank silently computes all
+    products."""
     facts, ranks = applied(trainer), spec.launch.ranks
     if facts["sharded"]:
         return []
