@@ -32,7 +32,7 @@ class Bottleneck:
 
     Attributes:
         verdict: data-bound, launch-bound, compute-bound, memory-bound, thermally limited, or None.
-        also: Further limits of the GPU's clock: power-capped, thermally limited.
+        also: Other limits of the GPU's clock: power-capped, thermally limited.
         why: The reason for the verdict, or the reason why the verdict is None.
         gpu_busy: Share of the time in which kernels ran, without the time to launch them.
     """
@@ -117,7 +117,7 @@ def _arithmetic_or_memory(bottleneck: Bottleneck) -> tuple[str | None, str]:
 
 
 def _in_kernels(row: StepRow) -> float | None:
-    """Return the share of a step in which kernels ran. If their number is known, subtract LAUNCH_S per kernel."""
+    """Return the busy share of a step. If the number of kernels is known, subtract LAUNCH_S per kernel."""
     if row.gpu_busy is None or not row.allocations or not row.step_time_s:
         return row.gpu_busy
     return max(0.0, row.gpu_busy - LAUNCH_S * row.allocations / row.step_time_s)

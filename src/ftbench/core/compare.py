@@ -7,8 +7,8 @@ sides. The interval is the t interval of the difference between the mean logarit
 runs adds one degree of freedom (moderated variance: G. K. Smyth, Stat. Appl. Genet. Mol. Biol. 3, 2004). This spread
 never reduces the observed variance. The side with fewer runs gives the degrees of freedom. Without a known spread, the
 interval is Welch's (B. L. Welch, Biometrika 34, 1947). If only one side was repeated, both sides are assumed to have
-its variance (J. R. Crawford and D. C. Howell, The Clinical Neuropsychologist 12, 1998: one value and a sample). The
-verdict is then at most `likely`.
+the same variance (J. R. Crawford and D. C. Howell, The Clinical Neuropsychologist 12, 1998: one value and a sample).
+The verdict is then at most `likely`.
 
 `steps`: Each side has one run. The confidence interval of each run's median step gives a standard error of the
 logarithm (R. M. Price and D. G. Bonett, J. Stat. Comput. Simul. 72, 2002: ratios of medians). Steps are paired if both
@@ -99,8 +99,8 @@ def differences(
 ) -> list[Difference]:
     """Return the settings that differ between two runs, without the settings that are compared on purpose.
 
-    A setting differs if its values are unequal or if one run lacks it. Hashes in `UNPROVEN` also differ if both lack
-    them.
+    A setting differs if the two values are unequal or if one run lacks a value. The hashes in `UNPROVEN` also differ if
+    both runs lack them.
 
     Args:
         baseline: Settings of one run.
@@ -265,8 +265,8 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """When the candidate has trained more samples than the baseline. `when` is `at once`, `never`, `after` or `until`.
-    For `after` and `until`, `steps` is the step of the candidate."""
+    """The steps in which the candidate has trained more samples than the baseline. `when` is `at once` (all steps),
+    `never`, `after` (after step `steps`) or `until` (until step `steps`). Steps are counted on the candidate."""
 
     when: str
     steps: float | None = None

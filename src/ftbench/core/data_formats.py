@@ -1,4 +1,4 @@
-"""Convert rows of a data set to messages, images or plain text. Without a format in the spec, the columns decide."""
+"""Convert rows of a data set to messages, images or plain text. The column names determine the default format."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -134,7 +134,7 @@ def _prompt(row: dict[str, Any]) -> Example:
 
 
 def _answered(row: dict[str, Any], column: str) -> tuple[dict[str, Any], ...]:
-    """Return the messages of a prompt and the answer in `column`: a text, the following messages, or all messages."""
+    """Return the prompt and the answer in `column` as messages. The answer is a text or a list of messages."""
     prompt, answer = row.get("prompt"), row.get(column)
     if not isinstance(answer, list):
         answer = [{"role": "assistant", "content": _text(row, column)}]
@@ -173,7 +173,7 @@ def _images(row: dict[str, Any]) -> list[Any] | None:
 
 
 def _dialogue(turns: list[Any], images: list[Any] | None = None) -> Example:
-    """Convert messages to an Example. Images without a marker come before the first text of the user."""
+    """Convert messages to an Example. Without image markers, images come before the first text of the user."""
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):

@@ -62,7 +62,7 @@ class VisionMatmulShape:
 def vision_per_patch(shape: VisionMatmulShape, length: float, recompute: float = 0.0) -> float:
     """Return the FLOPs of one image patch in the vision encoder and the projector. Attention is bidirectional.
 
-    A frozen encoder needs only a forward pass. So does a frozen projector after a frozen encoder.
+    A frozen encoder needs only a forward pass. A frozen projector also needs a backward pass if the encoder is trained.
 
     Args:
         shape: The encoder and projector.
@@ -99,8 +99,8 @@ def attention_per_token(shape: MatmulShape, length: float, passes: int = 3) -> f
     """Return the FLOPs of one token in the attention of all layers, in a causal sequence of `length` tokens.
 
     A layer has two products: queries * keys and scores * values. Each needs 2 * width * context FLOPs in the forward
-    pass. The backward pass needs twice the FLOPs of the forward pass. `passes` is 3 for both passes, or 1 for the
-    forward pass. `context` is the mean number of attended tokens: length / 2, or less with a sliding window.
+    pass. The backward pass needs twice the FLOPs of the forward pass. `passes` is 1 for the forward pass, or 3 with the
+    backward pass. `context` is the mean number of attended tokens: length / 2, or less with a sliding window.
     """
     kinds = Counter(zip(shape.attention_width, shape.windows, strict=True))
     return sum(layers * passes * 4 * width * _mean_context(length, window) for (width, window), layers in kinds.items())
@@ -125,7 +125,7 @@ def forward_flops(shape: MatmulShape, tokens: float, heads: float, length: float
 
 
 def model_flops(shape: MatmulShape, tokens: float, labels: float, length: float) -> float:
-    """Return the FLOPs that the model requires, without padding and recomputation. They are used for MFU.
+    """Return the FLOPs for MFU: the work that the model requires, without padding and recomputation.
 
     Args:
         shape: The model.
@@ -139,7 +139,7 @@ def model_flops(shape: MatmulShape, tokens: float, labels: float, length: float)
 def hardware_flops(
     shape: MatmulShape, positions: float, head_positions: float, length: float, recompute: float, head_recompute: bool
 ) -> float:
-    """Return the FLOPs that the GPU computes, including padding and recomputation. They are used for HFU.
+    """Return the FLOPs for HFU: the work that the GPU does, including padding and recomputation.
 
     Only the causal half of attention counts, even if a kernel computes the full score matrix.
 

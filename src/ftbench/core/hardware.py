@@ -75,7 +75,7 @@ _OTHER_CARD = re.compile(r"\bMIG\b|\bLaptop\b|\d D\b|\bSUPER\b|\bTi\b")
 
 @cache
 def find_gpu(driver_name: str) -> Gpu | None:
-    """Return the GPU with this driver name, such as `NVIDIA H200`, or None. Words match in full: L40 is not L4."""
+    """Return the GPU with this driver name, such as `NVIDIA H200`, or None. Only full words match: L40 is not L4."""
     if _OTHER_CARD.search(driver_name):
         return None
     called = (gpu for gpu in gpus() for part in gpu.match if re.search(rf"(?<!\w){re.escape(part)}(?!\w)", driver_name))
@@ -92,7 +92,7 @@ def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
 
 @cache
 def canonical_name(name: str) -> str:
-    """Return the name of a GPU in the table. `name` is that name or the driver's name. Other names stay unchanged."""
+    """Return the table's name of a GPU. `name` is the driver's or the table's name. Other names stay unchanged."""
     if any(gpu.name == name for gpu in gpus()):
         return name
     gpu = find_gpu(name)

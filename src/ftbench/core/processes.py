@@ -35,7 +35,7 @@ def this_process() -> dict[str, Any]:
 
 
 def alive(owner: dict[str, Any]) -> bool:
-    """Return whether the process with this identity is still running on this machine."""
+    """Return whether the process with the identity `owner` (see `this_process`) still runs on this machine."""
     pid = owner.get("pid")
     if owner.get("boot") != boot_id() or owner.get("host") != platform.node() or not isinstance(pid, int):
         return False

@@ -20,7 +20,7 @@ OTHER = "other"  # time that no range covers
 
 
 def _column(unit: str, meaning: str, ranks: str = "highest") -> Any:
-    """Declare a column of steps.csv. `ranks` is the rule of store/ranks.py for merging the values of several ranks."""
+    """Declare a column of steps.csv. `ranks` selects how store/ranks.py merges the values of several ranks."""
     return field(default=None, metadata={"unit": unit, "meaning": meaning, "ranks": ranks})
 
 
@@ -152,9 +152,9 @@ _LATER = {"later": True}
 class RunSummary:
     """The content of summary.json. Times are in seconds, memory is in GiB, energy is in joules.
 
-    Values come from the steady window (the steps after warm-up), except for names such as `first_step_s`. `mfu` is
-    relative to the peak of the data sheet without sparsity. `mfu_measured` is relative to the highest rate that
-    `ftbench probe` measured. Comments describe the keys of dictionaries.
+    Most values come from the steady window: the steps after warm-up. `mfu` is relative to the peak of the data sheet
+    without sparsity. `mfu_measured` is relative to the highest rate that `ftbench probe` measured. Comments describe
+    the keys of dictionaries.
     """
 
     name: str

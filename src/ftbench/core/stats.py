@@ -1,4 +1,4 @@
-"""Statistics of step times and of sample lengths in tokens. Step times without enough data give None."""
+"""Statistics of step times and of sample lengths in tokens. With too few step times, functions return None."""
 
 import heapq
 import math
@@ -32,8 +32,8 @@ def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) 
 
     The second half of the run shows the steady speed. Its step times have the median m, the standard deviation d (from
     the median absolute deviation) and the 90th percentile p. Warm-up starts with the first step. It ends before the
-    first later step with at most `m + max(0.1 * m, 3 * d)` seconds. A step of the first half that took more than `2 *
-    p` or compiled a graph also belongs to warm-up, with all steps before it. At most half of the steps are warm-up.
+    first later step with at most `m + max(0.1 * m, 3 * d)` seconds. If a step of the first half took more than `2 * p`
+    or compiled a graph, warm-up lasts at least until this step. At most half of the steps are warm-up.
     """
     n = len(times)
     if n < 2:

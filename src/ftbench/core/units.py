@@ -79,7 +79,7 @@ def tflops(value: float | None) -> str:
 
 
 def money(value: float | None, currency: str) -> str:
-    """Return an amount of money as text: `0.0412 USD`, `1,600,000 JPY`. Below 1,000 it has three significant digits."""
+    """Return an amount as text: `0.0412 USD`, `1,600,000 JPY`. Amounts below 1,000 have three significant digits."""
     if value is None:
         return ""
     if value >= 999.5:

@@ -86,18 +86,19 @@ class Ranking:
 
     @property
     def about(self) -> str:
-        """Model, data and GPU of these cells as text."""
+        """A text with the model, the data and the GPU of this ranking."""
         fact = dict(zip(_SHARED, self.key, strict=True))
         gpu = "the CPU" if fact["gpu"] == CPU else fact["gpu"]
         count = "" if self.winner.gpus == 1 else f"{self.winner.gpus} x "
         return f"{fact['model'].rsplit('/', 1)[-1]}, {fact['data']}, on {count}{gpu}"
 
     def name(self, cell: Cell) -> str:
-        """Return the recipe of a cell. If the batch sizes of the cells differ, add the batch size."""
+        """Return the recipe of a cell (repeated runs of one spec). If batch sizes differ, add the batch size."""
         return cell.recipe if len({each.batch for each in self.cells}) == 1 else f"{cell.recipe} at batch {cell.batch}"
 
     def against(self, baseline: Cell, cell: Cell | None = None) -> Pair:
-        """Compare a cell (default: the fastest) with a baseline. Leave out differences that the names already show."""
+        """Compare a cell (repeated runs of one spec) with a baseline. The default cell is the fastest. Differences that
+        the names already show are left out."""
         pair = pair_of("method.name", cell or self.winner, baseline, noise=self.noise)
         return replace(pair, differences=tuple(
             fact for fact in pair.differences if not fact.key.startswith(_IN_NAMES)
@@ -125,7 +126,7 @@ def rate_of(cell: Cell) -> float:
 
 
 def left_out_text(ranked: Sequence[Ranking], left_out: Mapping[str, int]) -> tuple[str, dict[str, int]]:
-    """Count the runs outside the first ranking. Return a sentence for the report, and {reason: number of runs}."""
+    """Count the runs that the answer leaves out. Return a text for the report, and {reason: number of runs}."""
     counts, faster, highest = Counter(left_out), "", rate_of(ranked[0].winner) if ranked else 0.0
     for other in ranked[1:]:
         differing = [name for name, a, b in zip(_SHARED, ranked[0].key, other.key, strict=True) if a != b]

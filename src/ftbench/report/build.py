@@ -82,7 +82,7 @@ def report(request: Request) -> Rendered:
 
 
 def _merges(request: Request) -> bool:
-    """Return whether repeated runs share a row. By default, this is true for folders of scripts/studies/records."""
+    """Return whether repeated runs share a row. The default is true only for folders of scripts/studies/records."""
     if request.repeats != "auto" or request.format not in ("table", "md"):
         return request.repeats == "merge"
     return any(any(path.glob(name)) for path in request.paths for name in ("sitting.json", "*/sitting.json"))

@@ -46,7 +46,7 @@ def _gpus() -> Rows:
 
 
 def _rate_from(gpu: Gpu) -> str:
-    """Return the source of a GPU's matmul rate. ftbench cannot run on AMD GPUs."""
+    """Return the source of a GPU's matmul rate. Mark AMD GPUs, because ftbench cannot run on AMD GPUs."""
     source = "published" if gpu.gemm_bf16 else "unmeasured, data sheet only"
     return source if gpu.compute_capability else f"{source}; no runs on AMD"
 

@@ -117,7 +117,7 @@ def section(
         title: heading.
         records: flat records with the fields of `names_of`.
         columns: {heading: function that returns the text of a record}.
-        words: paragraphs.
+        words: paragraphs of text.
         text: headings of left-aligned columns.
         notes: notes below the table.
     """

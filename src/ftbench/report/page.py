@@ -77,7 +77,7 @@ def _title(answer: Section | None, count: int) -> str:
 def _bars(answer: Section | None, report: Report) -> list[Record]:
     """Return one bar per recipe: tokens per second with a 95 % interval. If GPUs are compared, each GPU has a bar.
 
-    Lengths are in percent of the highest upper end.
+    Lengths are in percent of the longest bar, including its interval.
     """
     compared = [record for section in report.sections for record in section.records if record.get("axis") == "gpu"]
     rows = [_by_gpu(record) for record in compared] or (answer.records if answer else [])

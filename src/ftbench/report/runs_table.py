@@ -1,4 +1,4 @@
-"""The table of runs as text. The row of a failed run contains the reason but not figures."""
+"""The table of runs as text. The row of a failed run contains the reason instead of figures."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """Convert logs of other tools to run directories for reports. Unknown fields stay empty.
 
 Two formats are supported: trainer_state.json of the Hugging Face Trainer (also from axolotl and LLaMA-Factory), and a
-CSV with seven columns (from the study before ftbench). These files do not contain the GPU, the model and the method.
-The user gives this information on the command line.
+CSV with seven columns (of the study that preceded ftbench). These files do not contain the GPU, the model and the
+method. The user gives this information on the command line.
 """
 
 import hashlib

@@ -218,8 +218,8 @@ def ceilings(store: Path, gpu_name: str | None) -> dict[str, Any]:
         gpu_name: Name of the GPU in the driver or in the GPU table; None without a GPU.
 
     Returns:
-        Some of these keys: `tflops` by precision; `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s; `launch_us`
-        in µs; `usable_gb`, the GiB that CUDA gives to processes; `driver_total_gb`, the GiB of the card.
+        A dict with some of these keys: `tflops` by precision; `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s;
+        `launch_us` in µs; `usable_gb`, the GiB that CUDA gives to processes; `driver_total_gb`, the GiB of the card.
     """
     documents = _documents(store, gpu_name) if gpu_name else []
     products = [document.get("products", {}) for document in documents]

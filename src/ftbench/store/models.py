@@ -28,7 +28,7 @@ Counts = dict[str, Integer]
 
 
 class FileModel(BaseModel):
-    """An object whose unknown keys may have any JSON value with finite numbers."""
+    """An object with known and unknown keys. Unknown keys may have any JSON value with finite numbers."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, defer_build=True, protected_namespaces=()

@@ -53,7 +53,7 @@ def _highest(values: list[float]) -> float:
 def _shares(rows: Sequence[StepRow]) -> list[StepRow]:
     """Return one row for each group of ranks with the same batch. The loss of a row is the mean over the group.
 
-    Most groups have equal losses. With context parallelism, each rank has a part of every sequence, so losses differ.
+    Ranks of a group usually have equal losses. With context parallelism, each rank has a part of every sequence.
     """
     members: dict[int | None, list[StepRow]] = {}
     for index, row in enumerate(rows):
@@ -92,8 +92,8 @@ _WITH_UNKNOWN: dict[str, Callable[[list[Any]], Any]] = {
 def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
     """Return the section `ranks` of a summary. The section is empty for a single rank.
 
-    `count` is the number of ranks. `spread` has the lowest and the highest value over ranks of the median step time and
-    of the memory peaks. `memory_gb` has the memory peaks of each rank. See `token_skew` for the last key.
+    `count` is the number of ranks. `spread` has the lowest and the highest step time and memory of all ranks.
+    `memory_gb` has the memory peaks of each rank. `token_skew` comes from the function with this name.
     """
     if len(ranks) < 2:
         return {}
@@ -126,7 +126,7 @@ def _peak(rows: Sequence[StepRow], name: str) -> float | None:
 
 
 def token_skew(ranks: Sequence[Sequence[StepRow]], warmup: int) -> float | None:
-    """Return the share of a step that an average rank waits for the rank with the most padded tokens, after warm-up.
+    """Return the share of a steady step in which an average rank waits for the rank with the most padded tokens.
 
     The time of a rank is assumed to be proportional to its padded tokens. Step times do not show the wait, because all
     ranks end a step together. Return None if a rank does not count tokens.

@@ -73,7 +73,7 @@ def _named(slow: Sequence[dict[str, Any]]) -> str:
 
 
 def drift(steady: Sequence[StepRow]) -> float | None:
-    """Return the relative change of the step time during the steady window: +0.05 means 5 % slower. None if unknown.
+    """Return the relative change of the step time during the steady window (+0.05: 5 % slower), or None if unknown.
 
     Batches differ in length. Therefore a change must appear in the step times and in the times per padded token. The
     smaller of the two changes is returned.

@@ -39,8 +39,8 @@ _RESERVE_BYTES = 64 * 1024  # freed when the disk is full, so that the last stat
 class _File:
     """A file in a run directory. If a rank writes the file, its name contains the rank: `steps.rank1.csv`.
 
-    With `ranks=True`, all ranks write such a file, and these files are merged later. With `ranks="first"`, the file of
-    rank 0 is used for the run and has no rank in its name.
+    With `ranks=True`, each rank writes such a file, and ftbench merges these files. With `ranks="first"`, the run uses
+    the file of rank 0, which has no rank in its name.
     """
 
     def __init__(self, name: str, ranks: bool | str = False) -> None:

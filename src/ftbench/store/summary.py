@@ -40,7 +40,7 @@ def read_summary(run: RunDir) -> dict[str, Any]:
 
 
 def _judged(run: RunDir, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return a summary. If a loss or gradient norm is NaN or infinite, set the state to `not finite` first."""
+    """Set the state to `not finite` if a loss or gradient norm is NaN or infinite. Return the summary."""
     if summary["state"] != "ok":
         return summary
     with_nan = has_nan(run.steps) and summary.get("learning", {}).get("state") != rundir.NOT_FINITE
@@ -64,7 +64,7 @@ def read_documents(run: RunDir) -> tuple[dict[str, dict[str, Any]], str | None]:
 
 
 def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
-    """Compute the summary of a run from its files. `state` is used instead of the content of state.json."""
+    """Compute the summary of a run from its files. If `state` is given, it replaces the content of state.json."""
     documents, _ = read_documents(run)
     spec, config, machine = documents["spec_json"], documents["applied"], documents["machine"]
     state = state or state_of(documents["state"])

@@ -1,4 +1,4 @@
-"""`ftbench verify`: check the hashes of a bundle's files, and compare its figures with new ones from steps.csv."""
+"""`ftbench verify`: check the hashes of a bundle's files, and compare its figures with the recorded steps."""
 
 import json
 import math

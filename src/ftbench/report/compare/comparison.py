@@ -51,9 +51,10 @@ NOTE = (
 
 
 def section(comparison: Comparison) -> Section:
-    """Return the section with one row and one record per cell. A baseline comes before the cells compared with it.
+    """Return the section of a comparison, with one row and one record per cell (repeated runs of one spec).
 
-    Equal values are in the title. Numbered notes list the differences between a cell and its baseline.
+    A baseline comes before the cells that are compared with it. Equal values are in the title. Numbered notes list the
+    differences between a cell and its baseline.
     """
     keys, pairs = _columns(comparison), {id(pair.cell): pair for pair in comparison.pairs}
     rows = [
@@ -95,7 +96,7 @@ _CONTEXT = ("model.id", "model.weights", "gpu", "data", "method.name", OPTIMIZAT
 
 
 def _columns(comparison: Comparison) -> list[str]:
-    """Return the keys that vary between cells and need a column. The compared key has a separate column."""
+    """Return the spec keys that vary between rows and need a column. The compared key is not included."""
     first = [cell.runs[0] for cell in comparison.cells]
     labels = {
         "model": [cell.facts.get("model.id", "") for cell in comparison.cells],
@@ -136,7 +137,7 @@ def _fact(key: str, cell: Cell) -> str:
 
 
 def _ordered(comparison: Comparison) -> Iterator[Cell]:
-    """Yield each baseline, followed by the cells that are compared with it. Cells without a baseline come last."""
+    """Yield the cells in table order: each baseline, then its candidates. Candidates without a baseline come last."""
     rank = {value: i for i, value in enumerate(in_order(map(comparison.value, comparison.cells)))}
     candidates = grouped_by(comparison.pairs, lambda pair: id(pair.baseline) if pair.baseline else 0)
 
@@ -168,7 +169,7 @@ def _also(pair: Pair | None, numbers: Mapping[int, Sequence[str]]) -> str:
 
 
 def _states(cells: Iterable[Cell]) -> list[str]:
-    """Return the state of each cell, or an empty list if all are ok."""
+    """Return the state of each row, such as `ok` or `oom`. If all states are `ok`, return an empty list."""
     states = [cell.state for cell in cells]
     return [] if set(states) == {"ok"} else states
 
@@ -229,7 +230,7 @@ def _libraries(by_framework: Mapping[str, Cell]) -> Iterator[str]:
 
 
 def _record(comparison: Comparison, cell: Cell, pair: Pair | None, keys: Sequence[str]) -> dict[str, Any]:
-    """Return a row of the comparison as a flat record. Unknown values are None."""
+    """Return a row of the comparison as a flat dict. Unknown values are None."""
     before = pair.baseline if pair else None
     record: dict[str, Any] = {
         "axis": comparison.axis, "value": comparison.value(cell), "baseline": comparison.baseline, "name": cell.name,

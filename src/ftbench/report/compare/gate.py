@@ -70,7 +70,7 @@ def _ids(cell: Cell) -> str:
 
 
 def _nearest(cell: Cell, candidates: Sequence[Cell]) -> Cell:
-    """Return the candidate that agrees best with `cell`: first in tokens, then in power limit, then in card."""
+    """Return the candidate that is most similar to `cell`: first by tokens, then by power limit, then by card."""
     keys = (DATA, LIMIT, CARD)
     return max(candidates, key=lambda other: [other.facts.get(key) == cell.facts.get(key) for key in keys])
 

@@ -31,7 +31,7 @@ class Noise:
 
 
 def noise_of(cells: Iterable[Cell], comparisons: int = 1, *, sittings: bool = True) -> Noise:
-    """Estimate the noise from the repeated runs of these cells."""
+    """Estimate the noise between repeated runs. A cell contains the repeated runs of one spec."""
     cells = list(cells)
     spread = {name: core.spread_between(cell.values(name) for cell in cells) for name in (TOKENS, SAMPLES, ENERGY)}
     return Noise(spread, comparisons, sittings)
@@ -39,7 +39,7 @@ def noise_of(cells: Iterable[Cell], comparisons: int = 1, *, sittings: bool = Tr
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A cell, its baseline, and the comparison of both.
+    """A cell (repeated runs of one spec), its baseline, and the comparison of both.
 
     A ratio is the cell's figure / the baseline's figure, or None if a figure is unknown. `first_step` has one ratio for
     each state of the compiler's cache. `differences` has the settings and machine facts that differ. `reason` explains
@@ -58,7 +58,7 @@ class Pair:
 
     @property
     def iso(self) -> bool:
-        """Whether the two cells differ only in the compared key."""
+        """Whether the cell and its baseline differ only in the compared key."""
         return self.baseline is not None and not self.differences
 
 
@@ -99,7 +99,7 @@ def compare(
 
 
 def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", noise: Noise | None = None) -> Pair:
-    """Compare a cell with its baseline. Return the ratios and differences as a Pair."""
+    """Compare a cell (repeated runs of one spec) with its baseline. Return ratios and differences as a Pair."""
     if baseline is None:
         return Pair(cell, None, reason=reason)
     facts = core.differences(baseline.facts, cell.facts, lambda key: implied(axis, baseline.facts, cell.facts, key))
@@ -126,10 +126,9 @@ _RECENT = ("applied.trained_dtype", "applied.weights_dtype", "applied.loss_norma
 
 
 def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
-    """Return whether a difference is part of the recipe.
+    """Return whether the report lists a difference as part of the recipe.
 
-    If only one machine has a library, this is not a difference. Facts that a failed run did not record do not count
-    either."""
+    Libraries that only one machine has are not listed. Facts that a failed run did not record are not listed either."""
     if fact.key.startswith("versions.") or fact.key in _RECENT:
         return None not in (fact.baseline, fact.candidate)
     if fact.key in core.UNPROVEN and IMPORTED in baseline.facts and IMPORTED in cell.facts:  # logs lack token hashes
@@ -197,7 +196,7 @@ def steps_of(run: Run) -> Steps:
 
 
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
-    """Return the ratio of a figure: cell / baseline. If each side has one run, the interval comes from the steps."""
+    """Return the ratio of a figure: `cell / baseline`. If each side has one run, the interval comes from the steps."""
     sides, spread = (baseline.values(name), cell.values(name)), noise.spread.get(name, core.TYPICAL_SPREAD)
     sitting = sitting_spread([baseline, cell]) if noise.sittings else 0.0
     ratio = core.ratio_of_runs(*sides, spread=spread, comparisons=noise.comparisons, sitting=sitting)

@@ -44,7 +44,7 @@ Find = Callable[[Cell], tuple[Cell | None, str]]
 
 
 def along(axis: str, runs: Sequence[Run]) -> tuple[str, list[Cell]]:
-    """Return the full key for `--compare axis` (`method.name` for `method`), and the cells to compare.
+    """Return the full key for `--compare axis` (`method.name` for `method`), and the runs grouped by spec.
 
     Raises:
         SpecError: the key is missing in all runs, or all runs have the same value.
@@ -70,7 +70,7 @@ def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
     """Return the baseline value of the compared key.
 
     `named` is the value or a unique part of the value. By default, use a plain value such as `none`. If no value is
-    plain, use the value with the most successful cells.
+    plain, use the value with the most successful runs.
 
     Raises:
         SpecError: the name matches no value or several.
@@ -92,7 +92,7 @@ def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
 
 
 def partners(axis: str, baseline: Sequence[Cell]) -> Find:
-    """Return a function that finds the baseline of a cell. It returns the baseline, or None and the reason.
+    """Return a function that finds the baseline of a cell (repeated runs of one spec), or None and a reason.
 
     A cell and its baseline have the same model, data and GPU. If there are several such baselines, the cell must also
     agree in the keys that vary between these baselines. Other differences are allowed and listed in the report.
@@ -119,12 +119,12 @@ def partners(axis: str, baseline: Sequence[Cell]) -> Find:
 
 
 def _same_machine(cell: Cell, other: Cell) -> list[bool]:
-    """Return a sort key for baselines: valid runs are preferred, then the same card, then the same commit."""
+    """Return a sort key for baselines: prefer valid runs, then the same card, then the same commit."""
     return [bool(other.valid), *(cell.facts.get(key) == other.facts.get(key) for key in (CARD, COMMIT))]
 
 
 def _index(axis: str, group: Sequence[Cell], hard: Sequence[str]) -> tuple[list[str], dict[Any, list[Cell]]]:
-    """Return the keys that vary between baseline cells, and {values of these keys: cells}."""
+    """Return the keys that vary between the baselines in `group`, and {values of these keys: baselines}."""
     specs = [dict(cell.runs[0].spec) for cell in group]
     varying = [
         key for key in dict.fromkeys(key for spec in specs for key in spec)

@@ -42,7 +42,7 @@ def break_even_text(when: BreakEven | None) -> str:
 
 
 def differences(pair: Pair) -> list[str]:
-    """Return one text per difference between a cell and its baseline. Without a baseline, return the reason."""
+    """Return one text per difference between a cell and its baseline. If the baseline is missing, return the reason."""
     if pair.baseline is None:
         return [pair.reason]
     words = []

@@ -68,7 +68,7 @@ def _shipped(facts: Mapping[str, str]) -> str | None:
 
 
 def shipped_recipe(name: str | None) -> bool:
-    """Return whether a value of the axis `recipe` names a shipped recipe other than `plain`."""
+    """Return whether `name` is a shipped recipe other than `plain`, with or without further optimizations."""
     base = (name or "").partition(" + ")[0]
     return base in recipe_keys() and base not in PLAIN
 
@@ -108,7 +108,7 @@ def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
 
 
 def on_axis(axis: str, key: str) -> bool:
-    """Return whether `key` is part of the compared key. For example, `recipe` includes all optimizations."""
+    """Return whether `key` belongs to the compared key `axis`. For example, `recipe` includes all optimizations."""
     if axis == RECIPE and any(key in keys for keys in recipe_keys().values()):
         return True
     return key == axis or (axis in (OPTIMIZATIONS, RECIPE) and key.startswith("optimizations."))
@@ -127,8 +127,8 @@ _OF_STRATEGY = ("launch.tp", "launch.pp", "launch.micro_batches", "launch.schedu
 def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str], key: str) -> bool:
     """Return whether a difference in `key` follows from different values of the compared key (axis).
 
-    Examples: the applied configuration if the axis selects it, a key that only one method has, the model's revision,
-    and the power limit of another GPU if both are at their maximum.
+    Examples: options that only one method has, the revision of another model, and the power limit of another GPU (if
+    both limits are at their maximum).
     """
     if on_axis(axis, key) or (key.startswith("applied.") and axis.startswith(_RAN_BY)):
         return True

@@ -81,7 +81,7 @@ class Cell:
     """The repeated runs of one spec on one kind of machine.
 
     `facts` has the settings and facts about the machine, including `gpu`. If the runs disagree on a fact, its text
-    lists all values. `way` is the recipe or method. Cells with equal workload and batch have different `way`.
+    lists all values. `way` is the recipe or method. Cells with equal workload and batch have different values of `way`.
     """
 
     facts: Mapping[str, str]
@@ -96,7 +96,7 @@ class Cell:
 
     @property
     def recipe(self) -> str:
-        """`way` without the number of samples or steps, because this number only changes the training time."""
+        """The recipe or method, without the number of samples or steps. This number only changes the training time."""
         return _DURATION.sub("", self.way)
 
     @property
@@ -137,12 +137,12 @@ class Cell:
         return any(run.record.get("bound.verdict") == "launch-bound" for run in self.valid)
 
     def values(self, name: str) -> list[float]:
-        """Return the known values of a figure over the valid runs. Memory figures may also come from contended runs."""
+        """Return the values of a figure from undisturbed runs. Memory figures may also come from disturbed runs."""
         runs = self.valid or (self.ok if name.startswith("memory_gb.") else [])
         return known((run.record for run in runs), name)
 
     def figure(self, name: str) -> float | None:
-        """Return the geometric mean of a figure over the valid runs."""
+        """Return the geometric mean of a figure over successful, undisturbed runs."""
         return geometric_mean(self.values(name))
 
     @property
@@ -164,7 +164,7 @@ class Cell:
         return seconds_by_state
 
     def pace(self) -> Pace | None:
-        """Return the mean start time and rate of the runs, or None. Runs with a cold compiler cache are preferred."""
+        """Return the mean start time and mean rate of the runs, or None. Prefer runs with a cold compiler cache."""
         cold = [run for run in self.valid if run.cache == "cold"]
         paces = [pace for run in cold or self.valid if (pace := _pace(run.record)) is not None]
         if not paces:
@@ -181,7 +181,7 @@ class Cell:
 
 
 def sitting_spread(sides: Sequence[Cell]) -> float:
-    """Return the standard deviation of log(ratio) that different sittings cause. A sitting is one card on one day.
+    """Return the standard deviation of log(ratio) between different sittings (runs on one card on one day).
 
     `sides` has the two compared cells. The result is 0 if both were repeated and all runs are from one sitting.
     """

@@ -83,7 +83,7 @@ def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:
 
 
 def named(cells: Iterable[Cell], axis: str = "") -> list[Cell]:
-    """Give each cell a unique name and return the cells."""
+    """Give each cell (repeated runs of one spec) a unique name and return the cells."""
     cells = [replace(cell, way=way_of(cell.facts)) for cell in cells]
     others = {(cell.workload, cell.way) for cell in cells if cell.facts.get(FRAMEWORK, TRL) != TRL}
     by = (framework_words(cell.facts) * ((cell.workload, cell.way) in others) for cell in cells)
@@ -106,7 +106,7 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
-    """Return the name of each run: the name of its cell. If a cell has several runs, the name includes the repeat."""
+    """Return a name for each run, such as `lora at batch 4`. Names of repeated runs include the repeat: `(r2)`."""
     cells = cells_of(runs)
     names: dict[str, str] = {}
     for cell, name in zip(cells, cell_names(cells), strict=True):
@@ -116,7 +116,7 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 
 
 def _repeat_names(cell: Cell) -> list[str]:
-    """Return short unique names for the runs of a cell: `r2`, `second-gpu/r2` (with the folder), or the run ids."""
+    """Return short unique names for repeated runs: `r2`, `second-gpu/r2` (with the folder), or the run ids."""
     ends = [run.run_id.rpartition("-")[2] for run in cell.runs]
     within = [f"{run.dir.path.parent.name}/{end}" for run, end in zip(cell.runs, ends, strict=True)]
     return next((names for names in (ends, within) if len(set(names)) == len(names)), [run.run_id for run in cell.runs])
@@ -187,7 +187,7 @@ def recipe_name(facts: Mapping[str, str]) -> str:
 
 
 def with_unique_names(cells: Sequence[Cell], axis: str) -> list[Cell]:
-    """If cells have the same workload, GPU and name, append the facts that differ to their names."""
+    """Make the names of cells (repeated runs of one spec) unique: append settings or machine facts that differ."""
     same_name = grouped_by(cells, lambda cell: (cell.workload, cell.facts["gpu"], cell.name))
     suffixes = {id(cell): text for group in same_name.values() if len(group) > 1
                 for cell, text in zip(group, _distinct(group, axis), strict=True)}  # fmt: skip
@@ -195,7 +195,7 @@ def with_unique_names(cells: Sequence[Cell], axis: str) -> list[Cell]:
 
 
 def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
-    """Return a unique text for each cell: the settings and machine facts that differ, or the id of the first run."""
+    """Return a unique text for each cell in `group`: settings and machine facts that differ, or a run id."""
     ordered = by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
     keys = [axis] * bool(axis) + ordered + [LIMIT, COMMIT, CARD]
     chosen: dict[str, list[str]] = {}
@@ -220,7 +220,7 @@ def short_value(text: str) -> str:
 
 
 def cell_names(cells: Sequence[Cell]) -> list[str]:
-    """Return a name such as `lora at batch 4` for each cell. Add model, GPU or data if they vary between cells."""
+    """Return a name for each cell, such as `lora at batch 4`. Add model, GPU or data if they differ between cells."""
     rows = [(cell.workload[0].rsplit("/", 1)[-1], cell.name, cell.facts["gpu"], cell.workload[2]) for cell in cells]
     return row_names(rows)
 

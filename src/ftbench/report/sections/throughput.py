@@ -80,7 +80,7 @@ def scaling(cells: Sequence[Cell]) -> Section | None:
 
 
 def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Group cells by recipe, and sort each group by the number of GPUs. Leave out recipes that used only one GPU."""
+    """Group runs by recipe, and sort each group by the number of GPUs. Leave out recipes that used only one GPU."""
     recipes: dict[Any, list[Cell]] = {}
     for cell in cells:
         key = tuple(sorted((key, text) for key, text in cell.runs[0].spec.items() if not key.startswith(_DIVISION)))
@@ -104,7 +104,7 @@ def _shares(cell: Cell) -> int:
 
 
 def _single(cell: Cell, group: Sequence[Cell], samples: int) -> Cell | None:
-    """Return the cell on one GPU with `samples` samples per step. Prefer a cell with the batch size of `cell`."""
+    """Return the cell with `samples` samples per step on one GPU. Prefer a cell with the batch size of `cell`."""
     cells = [other for other in group if other.gpus == 1 and other.figure(TOKENS) and _samples(other) == samples]
     batch = "train.batch_size"
     return max(cells, key=lambda other: other.facts.get(batch) == cell.facts.get(batch), default=None)
