@@ -16,10 +16,10 @@ UTILIZED = 0.90  # if the GPU's busy share is lower, the run is launch-bound
 # A run is compute-bound if its matrix products alone would take this share of the time at the best known rate. If the
 # driver reports how busy tensor cores and memory were, the run is bound by the busier of the two instead.
 COMPUTE_BOUND = 1 / 3
-# The driver counts the GPU as busy from a kernel's launch, the profiler from its first block. The difference is 0.9 to
-# 1.3 µs per kernel (five profiles of an H200, results/h200/profiles and launch-bound). The number of kernels is taken
-# from the caching allocator's blocks, since an eager operation allocates one: 8,041 blocks for 8,132 kernels per step
-# of LoRA, 3,969 for 6,415 of unsloth.
+# The driver counts busy time from a kernel's launch, the profiler from the kernel's first block. The difference is 0.9
+# to 1.3 µs per kernel (five profiles of an H200, results/h200/profiles and launch-bound). The number of kernels is
+# estimated from the blocks of the caching allocator, because an eager operation allocates one block. A step of LoRA has
+# 8,041 blocks and 8,132 kernels, a step of unsloth 3,969 blocks and 6,415 kernels.
 LAUNCH_S = 1.1e-6
 THROTTLED = 0.5  # share of the steady window with a throttle reason
 THERMAL = ("sw_thermal", "hw_thermal", "hw_slowdown", "hw_power_brake")
@@ -117,7 +117,7 @@ def _arithmetic_or_memory(bottleneck: Bottleneck) -> tuple[str | None, str]:
 
 
 def _in_kernels(row: StepRow) -> float | None:
-    """Return the busy share of a step. If the number of kernels is known, subtract LAUNCH_S per kernel."""
+    """Return the share of a step in which kernels ran. Subtract LAUNCH_S per kernel if the number is known."""
     if row.gpu_busy is None or not row.allocations or not row.step_time_s:
         return row.gpu_busy
     return max(0.0, row.gpu_busy - LAUNCH_S * row.allocations / row.step_time_s)

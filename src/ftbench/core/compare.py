@@ -15,8 +15,8 @@ logarithm (R. M. Price and D. G. Bonett, J. Stat. Comput. Simul. 72, 2002: ratio
 runs trained on the same tokens in the same order. Repeated runs differ more than the steps of one run. Therefore the
 spread between runs is added, and the verdict is at most `likely`.
 
-A sitting is a group of runs on one card on one day. Speeds also differ between sittings. If both sides were repeated in
-one sitting, the interval does not need this spread. All other intervals include this spread (parameter `sitting`).
+A sitting is a group of runs on one card within 12 hours. Speeds also differ between sittings. If all runs are from one
+sitting, the interval does not need this spread. All other intervals include this spread (parameter `sitting`).
 
 If several comparisons are shown together, each interval has the confidence `1 - 0.05 / comparisons`. All intervals
 together then hold with 95 % confidence (Bonferroni correction).
@@ -39,7 +39,7 @@ TYPICAL_FREEDOM = 1
 # Standard deviation of log(rate) between sittings (cards or days) of one spec; the second value is for launch-bound
 # specs. In results/h200, seven specs have two to four sittings: median 1.7 %, launch-bound 6.2 %.
 SITTING_SPREAD, LAUNCH_BOUND_SPREAD = 0.02, 0.06
-_VAGUE = 4.0  # if the ends of an interval have a larger ratio, it shows little more than the direction
+_VAGUE = 4.0  # if high / low is larger, the interval shows little more than the direction
 
 
 @dataclass(frozen=True, slots=True)

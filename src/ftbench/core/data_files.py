@@ -85,7 +85,7 @@ def _rows(files: Sequence[Path]) -> Iterator[tuple[Path, int, dict[str, Any]]]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the data file in a folder, or in its `data` subfolder if the folder has no data file (layout of the Hub).
+    """Return the data file in a folder. If the folder has none, search its subfolder `data` (layout of the Hub).
 
     If there are several data files, return the files of the `train` split.
     """

@@ -22,7 +22,7 @@ MARKER = "<image>"  # placeholder for an image in a text, as in LLaVA's data
 _IMAGES = ("image", "images")
 _QUESTIONS = ("question", "prompt")
 _ANSWERS = ("answer", "text", "caption", "label", "labels")
-# The columns that identify each format. The first format whose columns are present is used.
+# The columns that identify each format. The first format with all of its columns is used.
 _DETECTED: tuple[tuple[str, set[str]], ...] = (
     ("messages", {"messages"}), ("messages", {"conversations"}), ("prompt-completion", {"prompt", "completion"}),
     ("alpaca", {"instruction", "output"}),

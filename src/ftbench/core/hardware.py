@@ -84,7 +84,7 @@ def find_gpu(driver_name: str) -> Gpu | None:
 
 def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
     """Return the table's GPU for an entry of machine.json, or None for an unknown GPU. If the power limit is below the
-    board power, `watts` is the limit."""
+    board power, the result has the power limit as `watts`."""
     gpu = find_gpu(described["name"]) if described and described.get("name") else None
     limit = described.get("power_limit_w") if described else None
     return replace(gpu, watts=limit) if gpu and limit and limit < gpu.watts else gpu

@@ -20,7 +20,7 @@ from ftbench.store.rundir import NOT_FINITE
 from ftbench.store.summary import PROFILED, SHARED
 
 _NUMBERS = {1: "one", 2: "two", 3: "three"}
-_SMALLER = 0.95  # the answer names the recipe with the least memory if it needs less than this share of the winner's
+_SMALLER = 0.95  # the recipe with the least memory is named if it needs less than this share of the winner's
 _MOST_NAMED, _MOST_GROUPS, _MOST_ROWS = 6, 6, 20
 _STATES = {"oom": "out of memory", NOT_FINITE: "not finite", "running": "unfinished", "interrupted": "unfinished"}
 _WARNINGS = {PROFILED: "profiled", SHARED: "contended", DAMAGED: "control", RECORDED: "control"}

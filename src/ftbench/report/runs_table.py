@@ -22,7 +22,7 @@ MOST_NAMED = 4  # run numbers in a note
 _FIGURE = re.compile(r"\d+([.,]\d+)*")
 NUMBER, NAME, LABEL = "#", "recipe", "label"
 
-# The first figures come before the state, so that a narrow terminal shows them.
+# The first figures come before the state, because a narrow terminal hides the last columns.
 FIGURES = (
     Column("tokens/s", "tokens_per_s.real", units.rate, True),
     Column("peak GiB", "memory_gb.allocated_peak", units.gibibytes),

@@ -189,7 +189,7 @@ def check(document: Any, model: type[BaseModel]) -> None:
     except ValidationError as error:
         problems = [each for each in error.errors(include_url=False, include_input=False) if "Empty" not in each["loc"]]
         problem = next((each for each in problems if each["type"] in _NUMBER_PROBLEMS), problems[0])
-        keys = takewhile(lambda key: "[" not in key, map(str, problem["loc"]))  # then come alternatives of a type
+        keys = takewhile(lambda key: "[" not in key, map(str, problem["loc"]))  # later keys name alternatives of a type
         location = ".".join(
             key for key in keys if not key[:1].isupper() and key != "constrained-float"
         )  # models have upper-case names

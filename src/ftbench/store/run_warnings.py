@@ -16,10 +16,10 @@ from ftbench.core.units import reworded, some
 from ftbench.store.rundir import NOT_FINITE, first_gpu
 
 WALL_TOLERANCE = 0.02  # allowed difference between the sum of the steps and the wall clock
-STEPS_AHEAD = 2  # the sum may have this many more steps, because the host reads its clock before the last step ends
+STEPS_AHEAD = 2  # steps that the sum may have in addition, because the host reads its clock before the last step ends
 DRIFT_TOLERANCE = 0.05
 FOREIGN_MEMORY_GB = 1.0
-# An outlier is longer than OUTLIER_RATIO medians, and than the median plus OUTLIER_SPREAD standard deviations.
+# An outlier exceeds OUTLIER_RATIO * median, and also median + OUTLIER_SPREAD * standard deviation.
 OUTLIER_RATIO, OUTLIER_SPREAD = 1.2, 6.0
 OUTLIERS_NAMED = 10
 

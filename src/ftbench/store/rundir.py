@@ -33,7 +33,7 @@ CUT_SHORT = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 WAITING = "wait_for_gpu"  # the phase of a worker that waits for the run of another process
 # Files in profile/.
 KERNELS, TRACE, WINDOW, SNAPSHOT = "kernels.json", "trace.json.gz", "window.json", "memory.pickle"
-_RESERVE_BYTES = 64 * 1024  # freed when the disk is full, so that the last state can still be written
+_RESERVE_BYTES = 64 * 1024  # freed when the disk is full, to leave space for the last state.json
 
 
 class _File:
@@ -186,7 +186,7 @@ def read_document(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def parse_document(data: bytes, path: Path) -> dict[str, Any]:
-    """Parse a JSON object. Raise ValueError if the object does not fit the schema of files with the name of `path`."""
+    """Parse a JSON object. Raise ValueError if the object does not fit the schema for the file name of `path`."""
     try:
         document = json.loads(data)
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""The comparison section: a table for people, and flat records for programs."""
+"""The comparison section of a report: a table for people, and flat records for programs."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -22,7 +22,7 @@ class Noise:
     """Noise between repeated runs: the standard deviation of log(value) for each figure.
 
     `comparisons` is the number of comparisons for the Bonferroni correction. If `sittings` is true, intervals include
-    the spread between sittings. A sitting is a group of runs on one card on one day.
+    the spread between sittings. A sitting is a group of runs on one card within 12 hours.
     """
 
     spread: Mapping[str, float] = field(default_factory=dict)

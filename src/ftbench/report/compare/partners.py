@@ -24,7 +24,7 @@ from ftbench.report.data.facts import CARD, COMMIT
 from ftbench.report.data.groups import cells_of
 from ftbench.spec.base import nearest
 
-# Facts that are equal in paired cells, except for the compared axis.
+# Facts that a cell and its baseline share, except for the compared key.
 _HARD = (
     "gpu", "model.id", "method.name", "objective.name", "dataset.name", "dataset.path", "dataset.length",
     "dataset.mean_length", "dataset.like",

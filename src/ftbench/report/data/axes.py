@@ -1,4 +1,5 @@
-"""Keys by which runs are compared (axes): short names, values, implied differences, and table columns."""
+"""Keys by which runs are compared (axes): short names, values, table columns, and differences that follow from a
+key."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -74,7 +75,7 @@ def shipped_recipe(name: str | None) -> bool:
 
 
 def _unsloth(facts: Mapping[str, str]) -> list[str]:
-    """Return the words for an unsloth run: the bits of the weights, checkpointing, and other options."""
+    """Describe an unsloth run by the bits of its weights, its checkpointing, and its other options."""
     bits = "4-bit" if facts.get("method.load_in_4bit") == "on" else "16-bit"
     kept = facts.get("method.use_gradient_checkpointing", "unsloth")
     others = ("padded", "cuda_graphs", "compile_maximum")

@@ -181,7 +181,7 @@ class Cell:
 
 
 def sitting_spread(sides: Sequence[Cell]) -> float:
-    """Return the standard deviation of log(ratio) between different sittings (runs on one card on one day).
+    """Return the standard deviation of log(ratio) between different sittings (runs on one card within 12 hours).
 
     `sides` has the two compared cells. The result is 0 if both were repeated and all runs are from one sitting.
     """

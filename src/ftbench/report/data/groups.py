@@ -142,8 +142,8 @@ def with_axes(runs: Sequence[Run]) -> tuple[list[Record], list[str]]:
 def merge_repeats(runs: Sequence[Run]) -> list[Run]:
     """Merge each group of repeated runs into its first run.
 
-    Figures are geometric means over the successful runs that were not contended. If a run has a cold compiler cache,
-    the first-step time uses only such runs. The field `runs` is the number of runs in the means.
+    Figures are geometric means over the successful runs that were not contended. If some runs have a cold compiler
+    cache, the first-step time uses only these runs. The field `runs` is the number of runs in the means.
     """
     return [replace(group[0], record=_merged([run.record for run in group])) for group in repeats(runs)]
 

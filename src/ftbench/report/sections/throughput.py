@@ -104,7 +104,7 @@ def _shares(cell: Cell) -> int:
 
 
 def _single(cell: Cell, group: Sequence[Cell], samples: int) -> Cell | None:
-    """Return the cell with `samples` samples per step on one GPU. Prefer a cell with the batch size of `cell`."""
+    """Return the runs on one GPU with `samples` samples per step. Prefer runs with the batch size of `cell`."""
     cells = [other for other in group if other.gpus == 1 and other.figure(TOKENS) and _samples(other) == samples]
     batch = "train.batch_size"
     return max(cells, key=lambda other: other.facts.get(batch) == cell.facts.get(batch), default=None)
