@@ -1,6 +1,6 @@
 """Find the bottleneck of a run: data loading, kernel launches, arithmetic, memory bandwidth, temperature or power.
 
-The sentences in `why` are stored in summaries. Their wording must not change, because `ftbench verify` compares them.
+Summaries store the sentences in `why`, and `ftbench verify` compares them. Therefore the wording must not change.
 """
 
 import math

@@ -15,8 +15,8 @@ logarithm (R. M. Price and D. G. Bonett, J. Stat. Comput. Simul. 72, 2002: ratio
 runs trained on the same tokens in the same order. Repeated runs differ more than the steps of one run. Therefore the
 spread between runs is added, and the verdict is at most `likely`.
 
-A sitting is a group of runs on one card within 12 hours. Speeds also differ between sittings. If all runs are from one
-sitting, the interval does not need this spread. All other intervals include this spread (parameter `sitting`).
+A sitting is a group of runs on one card within 12 hours. Speeds also differ between sittings. If both sides were
+repeated in one sitting, the interval does not need this spread. All other intervals include this spread (`sitting`).
 
 If several comparisons are shown together, each interval has the confidence `1 - 0.05 / comparisons`. All intervals
 together then hold with 95 % confidence (Bonferroni correction).
@@ -184,7 +184,7 @@ def _standard_error(sides: Sequence[Sequence[float]], spread: float | None) -> t
 def variance_of(logs: Sequence[float], spread: float | None) -> tuple[float, float]:
     """Return the variance of the logarithms of two or more runs, and its degrees of freedom.
 
-    A known `spread` between runs adds one degree of freedom. It can increase the variance, but not reduce it."""
+    A known `spread` between runs adds one degree of freedom. This spread never reduces the variance."""
     own, freedom = statistics.variance(logs), len(logs) - 1
     if spread is None:
         return own, float(freedom)
@@ -237,8 +237,8 @@ def spread_between(groups: Iterable[Sequence[float]]) -> float:
     """Return the standard deviation of log(value) between repeated runs. Without repeats, return `TYPICAL_SPREAD`.
 
     The result is the median over all groups, so one stalled run has little influence. Standard deviations of small
-    groups tend to be too small. Each is divided by a correction for its group size (median of χ²: Wilson and Hilferty,
-    Proc. Natl. Acad. Sci. 17, 1931).
+    groups tend to be too small. Each deviation is divided by a correction for the group size (median of χ²: Wilson and
+    Hilferty, Proc. Natl. Acad. Sci. 17, 1931).
     """
     deviations = []
     for values in groups:

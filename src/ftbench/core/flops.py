@@ -98,9 +98,9 @@ def linear_recompute_per_token(shape: MatmulShape) -> int:
 def attention_per_token(shape: MatmulShape, length: float, passes: int = 3) -> float:
     """Return the FLOPs of one token in the attention of all layers, in a causal sequence of `length` tokens.
 
-    A layer has two products: queries * keys and scores * values. Each needs 2 * width * context FLOPs in the forward
-    pass. The backward pass needs twice the FLOPs of the forward pass. `passes` is 1 for the forward pass, or 3 with the
-    backward pass. `context` is the mean number of attended tokens: length / 2, or less with a sliding window.
+    A layer has two products: queries * keys and scores * values. Each product needs 2 * width * context FLOPs in the
+    forward pass. The backward pass needs twice the FLOPs of the forward pass. `passes` is 1 for the forward pass, or 3
+    with the backward pass. `context` is the mean number of attended tokens: length / 2, or less with a sliding window.
     """
     kinds = Counter(zip(shape.attention_width, shape.windows, strict=True))
     return sum(layers * passes * 4 * width * _mean_context(length, window) for (width, window), layers in kinds.items())

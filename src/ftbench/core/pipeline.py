@@ -41,7 +41,7 @@ def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[i
 
     `costs` has the number of parameters that a token uses in each layer, then in the output head. `sizes` has the
     number of stored parameters of the embedding, of each layer and of the head. If several splits are equally fast, the
-    split with the smallest maximum stage size is returned."""
+    size of the largest stage is minimized too."""
     layers = len(sizes) - 2
     cost = [0, *accumulate(costs[:layers])]
     size = [0, *accumulate(sizes[1:-1])]

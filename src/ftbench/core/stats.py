@@ -31,7 +31,7 @@ def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) 
     """Return the number of warm-up steps.
 
     The second half of the run shows the steady speed. Its step times have the median m, the standard deviation d (from
-    the median absolute deviation) and the 90th percentile p. Warm-up starts with the first step. It ends when a later
+    the median absolute deviation) and the 90th percentile p. Warm-up starts with the first step and ends when a later
     step takes at most `m + max(0.1 * m, 3 * d)` seconds. If a step of the first half took more than `2 * p` or compiled
     a graph, warm-up lasts at least until this step. At most half of the steps are warm-up.
     """

@@ -34,8 +34,8 @@ def limit_of(text: str) -> float:
 def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> tuple[Section, dict[str, str]]:
     """Compare new and old runs of the same spec and GPU. Return a section, and the regressions as {run ids: reasons}.
 
-    It is a regression if the speed falls by more than `limit` and more than noise. Higher peak memory (by more than
-    `limit`) and newly failing runs are regressions too. With fewer than six steady steps, noise is unknown, so only
+    A run regresses if its speed falls by more than `limit` and more than noise. A run also regresses if its peak memory
+    rises by more than `limit`, or if the run fails now. With fewer than six steady steps, noise is unknown, so only
     `limit` is used.
 
     Raises:

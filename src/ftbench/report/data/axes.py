@@ -1,5 +1,4 @@
-"""Keys by which runs are compared (axes): short names, values, table columns, and differences that follow from a
-key."""
+"""Keys by which runs are compared (axes): short names, values, columns, and differences that a key implies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
