@@ -61,7 +61,7 @@ def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, history: RunHi
 
 
 def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most: int) -> int | None:
-    """Return the first batch size of a batch size search: the largest size that is expected to fit.
+    """Return the first batch size to try in a search for the largest batch: the largest that is expected to fit.
 
     The search trains the longest samples first. For synthetic data, the estimate assumes at least `most` samples."""
     if gpu is None or memory_on_machine(spec, gpu, store) is None:

@@ -55,7 +55,7 @@ class Answer:
 
 
 class Target(NamedTuple):
-    """A GPU to estimate for. `gpu` is a row of the GPU table, or a size in GiB. The driver reports `total` GiB."""
+    """A GPU to estimate for. `gpu` is a row of the GPU table or a size in GiB. `total` is the driver's size in GiB."""
 
     name: str
     gpu: Gpu | float

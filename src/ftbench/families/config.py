@@ -6,7 +6,7 @@ LARGEST, MOST_LAYERS = 2**31 - 1, 10_000
 
 
 class Config:
-    """The values of a config.json, with the defaults of its family in transformers."""
+    """The values of a config.json, with the defaults of the model family in transformers."""
 
     def __init__(self, values: dict[str, Any], defaults: dict[str, Any]) -> None:
         self._values = {**defaults, **values}

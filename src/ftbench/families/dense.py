@@ -12,8 +12,8 @@ class Dense:
     """The differences between a model family and llama.
 
     `defaults` are the configuration defaults of the family in transformers. `norms` is the position of the norms:
-    before attention and MLP, after attention and MLP, `both`, or one norm whose output both read in `parallel`.
-    `qk_norm` normalizes queries and keys per head, or over all heads. `Config.kinds` explains `sliding`."""
+    before attention and MLP, after attention and MLP, before and after (`both`), or one norm for `parallel` attention
+    and MLP. `qk_norm` normalizes queries and keys per head, or over all heads. `Config.kinds` explains `sliding`."""
 
     defaults: dict[str, Any]
     norms: Literal["before", "after", "both", "parallel"] = "before"
@@ -95,7 +95,8 @@ def attention(
 def mlp(
     hidden: int, inner: int, bias: bool = False, fused: bool = False, *, parallel: bool = False
 ) -> tuple[Linear, ...]:
-    """Return the linear layers of a gated MLP. `fused`: gate and up are one matrix. `parallel`: input of attention."""
+    """Return the linear layers of a gated MLP. `fused` joins gate and up. `parallel` gives the MLP attention's
+    input."""
     source = "input" if parallel else "mlp input"
     down = Linear("down_proj", inner, hidden, "product", "mlp", bias)
     if fused:

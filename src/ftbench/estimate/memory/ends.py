@@ -33,7 +33,7 @@ def final_norm_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) ->
 
 
 def head_cast(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes of the copy that autocast makes of a frozen float32 LM head, in the compute dtype.
+    """Return the bytes of autocast's copy of a frozen float32 LM head. The copy has the compute dtype.
 
     autocast copies the head at each use, because autocast caches only the copies of trained weights."""
     return model.vocab * model.hidden * plan.compute if plan.upcast > plan.compute and plan.autocast else 0.0
@@ -81,7 +81,7 @@ def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> f
 
 
 def tied_gradients(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the additional bytes at the end of the backward pass for a trained weight of embedding and LM head.
+    """Return the additional bytes at the end of the backward pass if embedding and LM head share a trained weight.
 
     autograd adds the gradient from the embedding to the gradient from the head. During the addition, three tensors
     exist: the two gradients and their sum. This function counts two of the tensors. `phases` counts the third with all

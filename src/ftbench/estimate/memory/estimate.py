@@ -87,10 +87,10 @@ class Band:
 class MemoryEstimate:
     """The estimated memory of one GPU in GiB.
 
-    `parts` are the tensor sizes at the memory peak by name. Their sum is `allocated.expected`. `device` is the memory
-    that NVML reports, which includes driver memory. `total`, `usable` and `margin` are the fields of `Capacity`. `host`
-    is the host memory of the run. `batch` is the shape `(rows, length)` of the largest batch, and `basis` is the source
-    of this shape. `stages` is the device memory of each pipeline rank."""
+    `parts` are the tensor sizes at the memory peak by name. The sum of `parts` is `allocated.expected`. `device` is the
+    memory that NVML reports, which includes driver memory. `total`, `usable` and `margin` are the fields of `Capacity`.
+    `host` is the host memory of the run. `batch` is the shape `(rows, length)` of the largest batch, and `basis` is the
+    source of this shape. `stages` is the device memory of each pipeline rank."""
 
     allocated: Band
     reserved: Band
@@ -240,15 +240,15 @@ def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float
 def verdict_of(allocated: Band, device: Band, has: Capacity) -> Verdict:
     """Return whether a run fits into the memory of a GPU.
 
-    The allocator frees unused blocks before an out-of-memory error. Therefore only the tensors count for the verdict
-    "does not fit"."""
+    The allocator frees unused blocks before an out-of-memory error. Therefore "does not fit" means that the tensors do
+    not fit, even without unused blocks."""
     if device.high - RESERVE <= has.usable - has.margin:
         return "fits"
     return "does not fit" if allocated.low + CONTEXT_LEAST > has.usable else "uncertain"
 
 
 def _spread(case: MemoryCase, known: Constants) -> float:
-    """Return the half-width of the range as a share of the expected value. Settings without committed runs get more."""
+    """Return the half-width of the range as a share of the expected value: more for settings without committed runs."""
     plan = case.plan
     unsloths = plan.checkpointing == "unsloth"  # measured up to 6 % above the formula
     family = case.model.vision.family if case.model.vision else case.model.family
@@ -265,10 +265,10 @@ SlackBasis = dict[str, float]  # name of a constant to the GiB that it multiplie
 
 
 def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
-    """Return the GiB of the tensors that may leave unused blocks in the allocator's pool, by constant name.
+    """Return {constant name: GiB} for tensors that may leave unused blocks in the allocator's pool.
 
     The logits of ftbench's chunked loss do not count, because its blocks have one size and are reused. The optimizer's
-    temporary tensors reuse free blocks of the backward pass. Only the rest counts."""
+    temporary tensors first reuse free blocks of the backward pass. Only the rest counts."""
     logits = 0.0 if case.plan.loss == "chunked" else ends.logits(case.model, case.plan, case.batch)
     transient = logits + ends.head_cast(case.model, case.plan)
     acts = named["loss"].get("activations", 0) + named["loss"].get("checkpoints", 0)

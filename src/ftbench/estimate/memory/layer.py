@@ -62,7 +62,7 @@ def adapter_input(plan: TrainingPlan, linear: Linear) -> float:
 
 
 def distinct(linears: Sequence[Linear]) -> int:
-    """Return the summed widths of the distinct inputs of linear layers. Attention already saves the input of o_proj."""
+    """Return the summed widths of distinct linear layer inputs, without the input of o_proj (saved by attention)."""
     return sum({each.reads: each.inputs for each in linears if each.reads != "attention"}.values())
 
 

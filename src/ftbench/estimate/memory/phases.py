@@ -148,8 +148,7 @@ def _frozen(model: ModelShape, plan: TrainingPlan) -> int:
 
 
 def _keeps(plan: TrainingPlan, layers: int) -> list[bool]:
-    """Return for each layer whether it saves its activations. With `selective`, every second layer saves its
-    activations."""
+    """Return one bool per layer: True if the layer saves its activations. With `selective`, every second is True."""
     if plan.checkpointing == "selective":
         return [index % 2 == 1 for index in range(layers)]
     return [plan.checkpointing == "off" or plan.offload] * layers
@@ -254,8 +253,8 @@ def _grown(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def _shared_input(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes of a layer's float32 input, which must not be counted twice. In a recomputed layer, the first
-    norm saves the checkpoint itself as its input."""
+    """Return the bytes to subtract from a recomputed layer. Its first norm saves a float32 checkpoint as input, but the
+    checkpoint is already counted."""
     return float(plan.stream * model.hidden * batch.tokens) if plan.stream == layer.FLOAT else 0.0
 
 

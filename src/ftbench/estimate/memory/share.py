@@ -88,7 +88,7 @@ def computed_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
 
 
 def optimizer_state(model: ModelShape, plan: TrainingPlan, part: Share) -> float:
-    """Return the bytes of the optimizer state on one GPU, with DeepSpeed's float32 copies of 16-bit weights.
+    """Return the bytes of the optimizer state on one GPU, including DeepSpeed's float32 copies of 16-bit weights.
 
     `plan` comes from `kept_as`."""
     name, count, width, embedding = weights.kept_by(model, plan)
@@ -100,8 +100,8 @@ def optimizer_state(model: ModelShape, plan: TrainingPlan, part: Share) -> float
 def update(model: ModelShape, plan: TrainingPlan, part: Share) -> tuple[float, float]:
     """Return the bytes of gradients and of temporary tensors at the memory peak of the optimizer step.
 
-    DeepSpeed updates float32 copies of the weights. For this update, it casts the gradients to float32 and frees the
-    16-bit gradients. ZeRO-3 casts one sub-group at a time and keeps all 16-bit gradients."""
+    DeepSpeed updates float32 copies of the weights. DeepSpeed first casts the gradients to float32 and frees the 16-bit
+    gradients. ZeRO-3 casts one sub-group at a time and keeps all 16-bit gradients."""
     count, width = weights.trained(model, plan)
     gradients = count * width * part.gradients
     if part.keeper != "deepspeed" or not plan.autocast:
@@ -184,7 +184,7 @@ def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
 
 
 def offloaded(model: ModelShape, plan: TrainingPlan, sharding: Sharding) -> float:
-    """Return the bytes in host memory of the offloaded states of all GPUs.
+    """Return the host memory in bytes that the offloaded states of all GPUs need.
 
     The states are the optimizer state, and the float32 weights and gradients of trained parameters. With `params`, the
     16-bit weights are added if they are separate tensors."""

@@ -111,9 +111,9 @@ def experts_again(layer: Layer, plan: TrainingPlan) -> float:
 def attention_peak(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the peak bytes per token of the temporary tensors in one layer's attention, without saved tensors.
 
-    The temporary tensors are the gradients of queries, keys, values and output. Eager attention needs two tensors of
-    the width of queries, and two float32 tensors of the size of the attention weights. The attention weights in the
-    compute dtype are freed, so they are subtracted. For gpt_oss, the latter two tensors have the compute dtype."""
+    The temporary tensors are the gradients of queries, keys, values and output. Eager attention needs two tensors with
+    the width of the queries. It also needs two tensors with the size of the attention weights, in float32 (in the
+    compute dtype for gpt_oss). The attention weights in the compute dtype are freed, so their bytes are subtracted."""
     c, scores, by = plan.compute, float(layer.heads * batch.length), kernel(layer, plan, batch)
     if by == "eager":
         return c * 2 * layer.query + scores * (2 * c if layer.sinks else 2 * FLOAT - c)
@@ -134,7 +134,7 @@ def dequantised(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fp8_casts(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes for the batch while the widest input of a layer, that of down_proj, is cast to 8 bits.
+    """Return the peak bytes for the batch while the widest input of a layer (of down_proj) is cast to 8 bits.
 
     Two float32 copies and the 8-bit result exist (kernels/small_products.py, `cast`). A compiled layer writes only the
     8-bit result."""
@@ -149,8 +149,8 @@ def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, ag
     `again` means that the layer recomputes the saved tensors. The peak is the largest of five sizes:
 
     - The peak of the MLP or experts. In the forward pass, a norm after the MLP has not saved its tensors yet.
-    - The backward pass of this norm. Five float32 copies of the norm's input exist, and the norm's output is freed.
-    - The peak of attention, minus the tensors that the MLP saves, because they do not exist at that time.
+    - The backward pass of a norm after the MLP. Five float32 copies of its input exist, and its output is freed.
+    - The peak of attention, minus the tensors that the MLP saves. At that time, the MLP's tensors do not exist.
     - The gradient of a copy of expert weights.
     - Half of the largest of the first three sizes, plus the largest dequantized matrix or the casts to 8 bits."""
     if layer.experts:

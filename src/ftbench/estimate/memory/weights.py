@@ -46,7 +46,7 @@ def weights(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def buffers(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes of weight_offload's two buffers on the GPU. Each has the size of the largest layer."""
+    """Return the bytes of weight_offload's two buffers on the GPU. Each buffer has the size of the largest layer."""
     return 2 * max(matrices(layer, plan) for layer, _ in model.kinds)
 
 
@@ -75,7 +75,7 @@ def on_host(model: ModelShape, plan: TrainingPlan) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Linear layers with adapters and the same input, such as q, k and v. fused_lora computes a group together.
+    """Linear layers with adapters and the same input, such as q, k and v. fused_lora computes these layers together.
 
     `inputs` is the width of the input. `outputs` is the sum of the output widths, and `ranks` the sum of the LoRA
     ranks. `columns` is `ranks` rounded up to a multiple of 64: the extra columns of fused_lora's buffers."""
@@ -144,7 +144,7 @@ def trained(model: ModelShape, plan: TrainingPlan) -> tuple[float, float]:
 
 
 def kept_by(model: ModelShape, plan: TrainingPlan) -> tuple[str, float, float, float]:
-    """Return the arguments of `optimizer_state` for a plan: (optimizer, parameters, bytes per parameter, embedding).
+    """Return the arguments of `optimizer_state`: (optimizer, parameters, bytes per parameter, embedding parameters).
 
     bitsandbytes does not page the states of matrices with fewer than 100,000 elements (Optimizer8bit.get_state_buffer).
     Adapters of small rank are below this limit."""
@@ -179,8 +179,7 @@ def optimizer_state(name: str, count: float, width: float, embedding: float = 0)
 
 
 def paged_state(name: str, count: float, width: float, embedding: float = 0) -> float:
-    """Return the bytes of a paged optimizer outside torch's allocator. If memory is free, these bytes are on the
-    GPU."""
+    """Return the bytes of a paged optimizer outside torch's allocator. They are on the GPU if memory is free."""
     return 8 * embedding + 2 * (count - embedding) if name.startswith("paged") else 0.0
 
 

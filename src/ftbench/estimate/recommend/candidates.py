@@ -54,10 +54,10 @@ def launches(spec: Experiment, gpus: int) -> list[Launch]:
 
 
 def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
-    """Yield distinct variants: the spec if `methods` contains its method, the shipped recipes, and all combinations.
+    """Yield distinct variants: the spec itself, the shipped recipes, and the combinations of facts/ways.yaml.
 
-    With `equal_lengths`, batches have no padding, so variants that reduce padding are omitted. Variants with ftbench's
-    kernels are included if the kernels support the model."""
+    Variants use only `methods`. With `equal_lengths`, batches have no padding, so variants that reduce padding are
+    omitted. Variants with ftbench's kernels are included if the kernels support the model."""
     seen, known = set(), shape_of(spec.model).family in KERNEL_FAMILIES
     own = [spec] if spec.method.name in methods else []
     for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):
@@ -97,7 +97,7 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
 
 
 def _for_images(spec: Experiment) -> dict[str, Any]:
-    """Return the optimizations of all variants for images: the image size of the spec, and the image cache."""
+    """Return the optimizations that all variants use for samples with images: image size and image cache."""
     return {"image_size": spec.optimizations.image_size, "image_cache": True} if spec.dataset.has_images else {}
 
 

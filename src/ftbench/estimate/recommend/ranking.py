@@ -32,8 +32,8 @@ class Goal:
     """The task of `ftbench recommend`: the number of `samples` to train, the limits, and the quantity to optimize.
 
     `deadline_s` (seconds) and `max_cost` (currency of the prices) are optional limits. `counts` are the allowed numbers
-    of GPUs. Each step trains `effective_batch` samples, with gradient accumulation if necessary. None allows any number
-    of samples per step."""
+    of GPUs. Each step trains `effective_batch` samples, with gradient accumulation if necessary. If `effective_batch`
+    is None, any number is allowed."""
 
     spec: Experiment
     gpus: tuple[Gpu, ...]
@@ -160,7 +160,7 @@ def _fitting_batches(
 ) -> list[int]:
     """Return the batch sizes that fit a GPU, largest first.
 
-    `effective` is the number of rows per step on each data-parallel rank. The batch sizes divide `effective`. If
+    `effective` is the number of rows per step on each data-parallel rank. Each returned size divides `effective`. If
     `effective` is None, return the largest batch size that fits, and all smaller powers of two."""
     most = max(1, math.ceil(goal.samples / sharding_of(smallest.launch).data))  # at least one step has a full batch
     unit = smallest.launch.micro_batches or 1
@@ -183,7 +183,7 @@ def samples_per_step(spec: Experiment, history: RunHistory) -> float:
 
 
 def alternative(spec: Experiment, gpu: Gpu, history: RunHistory) -> Option | None:
-    """Return the fastest variant that fits a GPU and trains the same number of samples per step, or None."""
+    """Return the fastest variant that fits a GPU with the samples per step of `spec`. Return None if nothing fits."""
     samples = max(1, round(samples_per_step(spec, history)))
     goal = Goal(spec, (gpu,), 1000 * samples, counts=(spec.launch.gpus,), effective_batch=samples, history=history)
     try:
@@ -193,7 +193,7 @@ def alternative(spec: Experiment, gpu: Gpu, history: RunHistory) -> Option | Non
 
 
 def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
-    """Return the rows per step on each data-parallel rank that give the effective batch.
+    """Return the rows per step on each data-parallel rank that reach the effective batch.
 
     Return None if any number is allowed, and 0 if no number is possible. With packing, the samples per step may differ
     from the effective batch by 10 % (PACKED)."""
@@ -223,7 +223,7 @@ def _location(spec: Experiment, gpu: Gpu) -> str:
 
 
 def may_miss(option: Option, goal: Goal) -> bool:
-    """Return whether the upper end of an option's estimated time is after the deadline."""
+    """Return whether an option may miss the deadline: the upper end of its time range is above the deadline."""
     return goal.deadline_s is not None and option.seconds.high > goal.deadline_s
 
 
@@ -238,7 +238,7 @@ def rank(option: Option, goal: Goal) -> tuple[bool, float, float]:
 
 
 def _missed(option: Option, goal: Goal) -> tuple[str, float] | None:
-    """Return the limit that an option exceeds by the largest factor, and this factor. Return None within all limits."""
+    """Return (limit, factor) for the limit that an option exceeds by the largest factor, or None within all limits."""
     misses = []
     if goal.deadline_s is not None and option.seconds.expected > goal.deadline_s:
         misses.append(("later than the deadline", option.seconds.expected / goal.deadline_s))
@@ -248,7 +248,7 @@ def _missed(option: Option, goal: Goal) -> tuple[str, float] | None:
 
 
 def _closest(fitting: Sequence[Option], goal: Goal) -> tuple[Option | None, str]:
-    """Return the option that exceeds a limit by the smallest factor, and a text with limit and factor."""
+    """Return the option that exceeds a limit by the smallest factor, and a text that names the limit and the factor."""
     misses = [(missed, option) for option in fitting if (missed := _missed(option, goal))]
     (limit, factor), option = min(misses, key=lambda pair: pair[0][1])
     return option, f"{limit} ({factor:,.2f} times)"

@@ -96,7 +96,7 @@ def _switches(optimizations: Optimizations, spec: Experiment, optimizer: str = "
 def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
     """Return the name of the shipped recipe with the most similar optimizations, and a list of the differences.
 
-    Name and list are empty if no recipe supports the method. Only full fine-tuning also compares the optimizers."""
+    If no recipe supports the method, name and list are empty. Optimizers are compared only for full fine-tuning."""
     own, similar = set(_switches(spec.optimizations, spec)), list[tuple[str, list[str]]]()
     for name, keys in shipped_recipes().items() if spec.method.name != "unsloth" else ():
         optimizer = keys["train"]["optimizer"] if spec.method.name == "full" else ""

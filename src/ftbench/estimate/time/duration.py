@@ -115,7 +115,7 @@ class DurationEstimate:
         return 3600 * self.tokens_per_s / self.mean_tokens
 
     def joules_for(self, samples: float) -> Band:
-        """Return the energy in joules that all GPUs need to train this number of samples, without the start."""
+        """Return the energy in joules that all GPUs need for this number of samples, without the start of the run."""
         steps, step, watts = self.gpus * samples / self.samples, self.step_s, self.watts
         return Band(
             steps * step.low * watts.low, steps * step.expected * watts.expected, steps * step.high * watts.high
@@ -131,7 +131,7 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
         history: The earlier runs and probes to use.
 
     Raises:
-        SpecError: The model, or the GPU's rate in the precision of the spec, is not known."""
+        SpecError: The shape of the model, or the GPU's speed in this precision, is unknown."""
     history = history or RunHistory()
     spec = resolve(spec, capability_of(gpu))
     check_modelled(spec)
@@ -173,7 +173,7 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
 
 
 def _spread(spec: Experiment, basis: str, host_bound: bool, unlike: bool) -> float:
-    """Return the factor of the time range, which is from `expected / factor` to `expected * factor`."""
+    """Return the factor of the time range: from `expected / factor` to `expected * factor`."""
     if basis == MEASURED:
         return MEASURED_SPREAD
     spread = float(read_facts("durations.yaml")["spread"]["host" if host_bound else "GPU"])

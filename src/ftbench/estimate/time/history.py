@@ -89,7 +89,7 @@ class RunHistory:
         return cls(path, timed_runs([path], wanted) if path.is_dir() else ())
 
     def same_step(self, spec: Experiment, gpu: Gpu) -> list[TimedRun]:
-        """Return the runs on this kind of GPU with exactly the same optimizer step. `spec` must be resolved."""
+        """Return the runs on this kind of GPU with exactly the same optimizer step. `spec` comes from `resolve`."""
         alike = self._by_step.get((gpu.name, *step_key(spec)), []) if self.runs else []
         return [run for run in alike if abs((run.limit_w or gpu.watts) / gpu.watts - 1) < SAME_WATTS]
 
@@ -165,7 +165,7 @@ def recorded_spec(run: RunDir) -> Experiment | None:
 
 
 def _applied(run: RunDir) -> bytes:
-    """Return the content of a run's applied.json as bytes. Parsing the file would take ten times longer."""
+    """Return the content of a run's applied.json as bytes, because parsing the file would take ten times longer."""
     with suppress(OSError, ValueError):
         return rundir.read_bytes(run.applied)
     return b""
@@ -223,7 +223,7 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
 
 
 def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
-    """Return why the speed of a run is not valid: `contended run` or `diverged run`. A valid speed returns ""."""
+    """Return why the speed of a run is not valid (`contended run` or `diverged run`), or an empty string."""
     from ftbench.store.steps import has_nan
 
     if summary.get("contention", {}).get("contended"):

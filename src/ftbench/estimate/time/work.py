@@ -78,8 +78,8 @@ _OPTIMIZER_TERM = {"adamw_torch": "optimizer", "adamw_bnb_8bit": "optimizer.8bit
 class StepWork:
     """The work of an optimizer step by kind.
 
-    The step has `passes` micro-batches in groups of similar size. `groups` has a weight and the amount of each kind of
-    work for each group. `update` is the work of the optimizer update, once per step. `products`, `products.fp8` and
+    The step has `passes` micro-batches. `groups` contains (weight, {kind: amount}) for each group of similar
+    micro-batches. `update` is the work of the optimizer update, once per step. `products`, `products.fp8` and
     `attention` are in FLOPs. `offload` is in bytes copied between GPU and host. `host` is the number of operations that
     Python starts. All other amounts are bytes that the GPU reads and writes."""
 
@@ -207,8 +207,7 @@ def _logits(spec: Experiment, plan: TrainingPlan, batch: Batch) -> tuple[str, fl
 def _attention(shape: TrainableShape, batch: Batch, again: float, whole: bool) -> float:
     """Return the FLOPs of attention. With `whole`, count all query-key pairs. Otherwise count only causal pairs.
 
-    A pair needs `4 * width` FLOPs in the forward pass, and `8 * width` in the backward pass. The width is the sum over
-    all query heads."""
+    A pair needs `4 * heads * head_dim` FLOPs in the forward pass, and twice as many in the backward pass."""
     if whole:
         return (3 + again) * 4 * batch.square * sum(shape.matmul.attention_width)
     return batch.positions * (3 + again) / 3 * flops.attention_per_token(shape.matmul, batch.square / batch.positions)

@@ -24,9 +24,8 @@ class Layout:
 
     `flat`: the samples of a batch are concatenated. `packing`: rows contain several samples. `fixed`: all rows are
     padded to one length. `grouping`: the samples of a batch have similar lengths. `ordered`: samples are sorted by
-    length, longest first. `seen`: the number of samples that a limited number of steps trains. `boundaries`: attention
-    separates the samples of a row. `unmasked`: attention gets no mask for padding. `sequences`: the number of rows per
-    sample."""
+    length, longest first. `seen`: the number of trained samples (None: all samples). `boundaries`: attention separates
+    the samples of a row. `unmasked`: attention gets no mask for padding. `sequences`: the number of rows per sample."""
 
     size: int
     max_length: int
@@ -57,7 +56,7 @@ def layout_of(spec: Experiment) -> Layout:
 def concatenates(spec: Experiment) -> bool:
     """Return whether unsloth concatenates the samples of a batch by default, without padding.
 
-    Since December 2025, unsloth does this for text, except for Gemma 2 and gpt_oss (unsloth/trainer.py,
+    Since December 2025, unsloth concatenates text samples, except for Gemma 2 and gpt_oss (unsloth/trainer.py,
     PADDING_FREE_BLOCKLIST). ftbench ignores unsloth's rule for small steps (utils/padding_choice.py)."""
     if not isinstance(spec.method, Unsloth) or spec.method.padded or spec.optimizations.fixed_shape:
         return False
@@ -151,7 +150,7 @@ def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> np
 
 
 def _laid_out(layout: Layout, rows: npt.NDArray[np.float64], longest: float) -> npt.NDArray[np.float64]:
-    """Return an array (6, batches): positions, samples, real tokens, query-key pairs, mask, concatenated samples.
+    """Return an array (6, batches) with the `Batch` fields positions, samples, real, square, masked and joined.
 
     The batches are those of `worker/data/collate.py`. `rows` contains the values of `_rows` in the shape (3, batches,
     rows per batch)."""

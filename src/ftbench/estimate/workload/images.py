@@ -69,8 +69,7 @@ def known_samples(spec: Experiment, vision: VisionShape, fitting: bool = True) -
 
 
 def lengths_with_images(spec: Experiment, vision: VisionShape) -> Lengths | None:
-    """Return the sample lengths including image tokens, or None without images. Raise SpecError if sizes are
-    unknown."""
+    """Return sample lengths including image tokens, or None without images. Raise SpecError if sizes are unknown."""
     if (known := known_samples(spec, vision)) is None:
         return None
     samples = known.samples[:MOST_SAMPLES]
@@ -84,8 +83,8 @@ def lengths_with_images(spec: Experiment, vision: VisionShape) -> Lengths | None
 
 
 def _limited(spec: Experiment, vision: VisionShape) -> tuple[Sides, ...]:
-    """Return the (height, width) sizes for scaling that the spec allows (worker/model/vision.py,
-    `limited_pinpoints`)."""
+    """Return the (height, width) sizes before tiling that the spec allows, as limited_pinpoints
+    (worker/model/vision.py)."""
     longest = int(spec.optimizations.image_size)
     fitting = tuple(size for size in vision.pinpoints if max(size) <= longest)
     return vision.pinpoints if not longest or not vision.tile else fitting or ((vision.tile, vision.tile),)
@@ -170,7 +169,7 @@ def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
 
 
 def _size_of(image: Any, folder: Path) -> Sides:
-    """Return (width, height) of an image in pixels, read from the file header and rotated as the EXIF data specify."""
+    """Return (width, height) of an image in pixels. Read the file header, and apply the rotation in the EXIF data."""
     from PIL import Image
 
     from ftbench.core.data_files import orientation

@@ -104,8 +104,8 @@ def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
 def _whole(layout: Layout, lengths: Lengths) -> bool:
     """Return whether each row of attention has one sample, and all rows have the same length.
 
-    This is the case if every sample has max_length tokens, or if `_concatenated` (worker/data/collate.py) pads rows of
-    one sample to a fixed length. A packed row has one sample if no two samples fit together."""
+    This is the case if every sample has max_length tokens. This is also the case if rows of one sample are padded to a
+    fixed length (worker/data/collate.py, `_concatenated`). A packed row has one sample if no two samples fit."""
     if lengths.min() == layout.max_length or not (layout.flat and layout.fixed):
         return bool(lengths.min() == layout.max_length)
     return not layout.packing or len(lengths) < 2 or bool(np.sort(lengths)[:2].sum() > layout.max_length)
@@ -167,7 +167,7 @@ def _packed(dataset: Dataset, layout: Layout, lengths: Lengths | None) -> BatchS
 
 
 def _unknown(dataset: Dataset, layout: Layout, file: FileLengths | None, chance: float = 0.5) -> BatchShape:
-    """Return a shape for the largest batch of real data. With probability `chance`, the real batch is not larger.
+    """Return an estimate of the largest batch of real data. `chance` is a quantile of its length; 0.5 is the median.
 
     The length of the longest sample comes from the file. Without a file, this length is computed from the mean length
     of the data set. If the mean is unknown, the longest sample has max_length tokens."""

@@ -135,7 +135,7 @@ def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[npt.NDArray[np
 
 
 def expected_longest(mean: float, sigma: float, count: int, longest: int, chance: float = 0.5) -> int:
-    """Return a length for the longest of `count` samples. With probability `chance`, the longest sample is not longer.
+    """Return the quantile `chance` of the longest of `count` sample lengths. The quantile 0.5 is the median.
 
     Sample lengths are log-normal with this `mean`, and at most `longest`. `sigma` is the standard deviation of their
     logarithm."""

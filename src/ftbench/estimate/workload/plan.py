@@ -111,7 +111,7 @@ class TrainingPlan:
 
     @property
     def joined(self) -> bool:
-        """Whether one product computes all projections of an input and their adapters, as in ftbench's kernels."""
+        """Whether one product computes all projections of an input and their adapters, as ftbench's kernels do."""
         return self.triton and (self.fused == "augmented" or (self.fused == "separate" and self.fp8))
 
     @property
@@ -220,8 +220,7 @@ def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozens
 
 
 def adapts_experts(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
-    """Return whether unsloth adds adapters to fused experts: if the targets name MLP layers
-    (get_moe_target_parameters)."""
+    """Return whether unsloth adapts fused experts: the targets must name MLP layers (get_moe_target_parameters)."""
     if not isinstance(method, Unsloth) or isinstance(method, EarlierUnsloth) or model.family != "gpt_oss":
         return False
     return method.targets == "all-linear" or bool(_MLP & {name.rsplit(".", 1)[-1] for name in method.targets})

@@ -89,7 +89,7 @@ def sharding_of(launch: Launch) -> Sharding:
 
 
 def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -> Experiment:
-    """Return the spec with another number of GPUs and another strategy. `incompatibilities` checks the result."""
+    """Return the spec with another number of GPUs and another strategy. `incompatibilities` must check the result."""
     own, tp = spec.launch, spec.launch.tp or MESH if strategy == "tp+fsdp" else None
     nodes = min(spec.launch.nodes, ceil(gpus / max(1, spec.launch.gpus_of_node)))
     parts = {"gpus": gpus, "nodes": nodes, "strategy": strategy, "tp": tp, "offload": offload, "pp": None,
@@ -218,7 +218,7 @@ def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
 
 
 def rank_batch(batch: Batch, sharding: Sharding) -> Batch:
-    """Return the part of a mean micro-batch that one GPU computes. `cp` splits all amounts into equal parts."""
+    """Return the part of a mean micro-batch on one GPU. With `cp`, GPUs split tokens and query-key pairs equally."""
     if (parts := sharding.sequence) == 1:
         return batch
     return replace(
