@@ -55,7 +55,7 @@ class Answer:
 
 
 class Target(NamedTuple):
-    """A GPU to estimate for. `gpu` is a row of the GPU table or a size in GiB. `total` is the driver's size in GiB."""
+    """A GPU to estimate for. `gpu` is a row of the GPU table or GiB. `total` is the GiB that the driver reports."""
 
     name: str
     gpu: Gpu | float

@@ -21,7 +21,7 @@ def with_batch(spec: Experiment, batch: int, accumulation: int | None = None) ->
 
 
 class MemoryCache:
-    """Cache the memory estimates of many specs on many GPUs. `total` is the driver's size in GiB, if known."""
+    """Cache the memory estimates of many specs on many GPUs. `total` is the memory in GiB that the driver reports."""
 
     def __init__(self, total: float | None = None) -> None:
         self._total = total

@@ -253,8 +253,8 @@ def _grown(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def _shared_input(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes to subtract from a recomputed layer. Its first norm saves a float32 checkpoint as input, but the
-    checkpoint is already counted."""
+    """Return the bytes that a recomputed layer shares with its checkpoint. If the checkpoint is float32, the first norm
+    saves the checkpoint as its input without a copy."""
     return float(plan.stream * model.hidden * batch.tokens) if plan.stream == layer.FLOAT else 0.0
 
 

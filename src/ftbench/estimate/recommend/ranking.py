@@ -238,7 +238,7 @@ def rank(option: Option, goal: Goal) -> tuple[bool, float, float]:
 
 
 def _missed(option: Option, goal: Goal) -> tuple[str, float] | None:
-    """Return (limit, factor) for the limit that an option exceeds by the largest factor, or None within all limits."""
+    """Return (limit, factor) of the most exceeded limit of an option. Return None if the option meets all limits."""
     misses = []
     if goal.deadline_s is not None and option.seconds.expected > goal.deadline_s:
         misses.append(("later than the deadline", option.seconds.expected / goal.deadline_s))

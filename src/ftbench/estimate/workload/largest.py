@@ -167,7 +167,7 @@ def _packed(dataset: Dataset, layout: Layout, lengths: Lengths | None) -> BatchS
 
 
 def _unknown(dataset: Dataset, layout: Layout, file: FileLengths | None, chance: float = 0.5) -> BatchShape:
-    """Return an estimate of the largest batch of real data. `chance` is a quantile of its length; 0.5 is the median.
+    """Return an estimate of the largest batch of real data. `chance` selects a quantile (0.5: the median).
 
     The length of the longest sample comes from the file. Without a file, this length is computed from the mean length
     of the data set. If the mean is unknown, the longest sample has max_length tokens."""

@@ -135,7 +135,7 @@ def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[npt.NDArray[np
 
 
 def expected_longest(mean: float, sigma: float, count: int, longest: int, chance: float = 0.5) -> int:
-    """Return the quantile `chance` of the longest of `count` sample lengths. The quantile 0.5 is the median.
+    """Return an estimate of the longest of `count` sample lengths. `chance` selects a quantile (0.5: the median).
 
     Sample lengths are log-normal with this `mean`, and at most `longest`. `sigma` is the standard deviation of their
     logarithm."""
@@ -145,7 +145,7 @@ def expected_longest(mean: float, sigma: float, count: int, longest: int, chance
 
 
 def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | None:
-    """Return random sample lengths from a run's length histogram before truncation. Return None without a histogram."""
+    """Return random sample lengths that follow the length histogram of a run. Return None without a histogram."""
     lengths = described.get("tokens_before_truncation") or {}
     histogram, mean = lengths.get("histogram") or {}, lengths.get("mean")
     counts, edges = histogram.get("counts"), histogram.get("edges")

@@ -89,7 +89,7 @@ def sharding_of(launch: Launch) -> Sharding:
 
 
 def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -> Experiment:
-    """Return the spec with another number of GPUs and another strategy. `incompatibilities` must check the result."""
+    """Return the spec with another number of GPUs and another strategy, without a check for incompatibilities."""
     own, tp = spec.launch, spec.launch.tp or MESH if strategy == "tp+fsdp" else None
     nodes = min(spec.launch.nodes, ceil(gpus / max(1, spec.launch.gpus_of_node)))
     parts = {"gpus": gpus, "nodes": nodes, "strategy": strategy, "tp": tp, "offload": offload, "pp": None,
