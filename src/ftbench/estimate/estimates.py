@@ -55,7 +55,7 @@ class Answer:
 
 
 class Target(NamedTuple):
-    """A GPU to estimate for. `gpu` is a row of the GPU table or GiB. `total` is the GiB that the driver reports."""
+    """A GPU to estimate for: a row of the GPU table, or a number of GiB. The driver reports `total` GiB."""
 
     name: str
     gpu: Gpu | float

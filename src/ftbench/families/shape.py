@@ -224,7 +224,7 @@ class ModelShape:
     def weight_bytes(self, width: float, mxfp4: bool = False) -> float:
         """Return the bytes of all weights if a weight takes `width` bytes.
 
-        With `mxfp4`, the experts' matrices take 4.25 bits per value, as in the published gpt-oss. Biases keep their
-        size."""
+        With `mxfp4`, the experts' matrices take 4.25 bits per value, as in the published gpt-oss. Biases do not
+        change."""
         packed = self.expert_matrices if mxfp4 else 0
         return (self.total - packed) * width + packed * MXFP4_BITS / 8

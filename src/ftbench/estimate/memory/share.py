@@ -149,8 +149,8 @@ def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
     (fsdp2_prepare_model). In the forward pass, the weights of a unit exist twice: as parameters and in the receive
     buffer. The buffer is freed when the next unit arrives or the forward pass ends. In the backward pass, the next unit
     arrives while the current unit computes. During the loss, the head exists twice. ftbench's loss gathers the head
-    separately, so the buffer of the last layer still exists. A head that shares the embedding's weight stays until the
-    end. For trained units, the gradients and the buffers of the reduce-scatter are added."""
+    separately, so the buffer of the last layer still exists. A head that shares the embedding's weight stays gathered
+    until the backward pass ends. For trained units, the gradients and the buffers of the reduce-scatter are added."""
     if not part.gathered:
         return Gathered(0.0, 0.0, 0.0, 0.0)
     if part.keeper != "fsdp":

@@ -1,4 +1,5 @@
 """Compute the bytes of a decoder layer's temporary tensors, and of the tensors that gradient checkpointing saves.
+
 Functions with names that end in `_peak` return bytes per token. `layer.py` names the sources."""
 
 from ftbench.estimate.memory.layer import FLOAT, expert_copies, inside, kernel, norms, saved
