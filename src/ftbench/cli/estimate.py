@@ -122,7 +122,7 @@ def recommend(
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Find the best method, recipe, batch and GPU within a time and a budget. Exits with 1 if nothing fits."""
+    """Find the best method, recipe, batch size and GPU within a deadline and a budget. Exits with 1 if nothing fits."""
     from ftbench.estimate.recommend.request import RecommendRequest
     from ftbench.spec.model_argument import spec_sets
 

@@ -27,7 +27,7 @@ def doctor(
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Check this machine: which features work, which versions are installed, how to fix the rest."""
+    """Check this machine: which features work, which versions are installed, and how to fix problems."""
     from ftbench.doctor.diagnosis import examine
 
     if sets and spec is None:

@@ -81,7 +81,7 @@ def show(
 def bundle(
     paths: Runs, output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: x.tar.zst")]
 ) -> None:
-    """Pack runs into one file that others can report and verify. Weights, adapters, logs and secrets are left out."""
+    """Pack runs into one file for other people. The file does not contain weights, adapters, logs or secrets."""
     from ftbench.store.bundle import make
 
     made = make(paths, output)

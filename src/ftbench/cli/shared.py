@@ -30,7 +30,7 @@ OUTPUT, INPUT, LIMITS, CLUSTER, ADVANCED = "Output", "Input", "Limits", "Several
 
 
 class Command(TyperCommand):
-    """A command that lists its options in groups."""
+    """A command. Its help shows the options in groups."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options without a group, then each group."""
@@ -46,10 +46,10 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """A group of commands that shows their whole descriptions."""
+    """The group of all commands. Its help shows the full description of each command."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a line for each command."""
+        """Write the name and the description of each command."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.help) for name, command in self.commands.items()])
 
@@ -151,7 +151,7 @@ def current_options(arguments: list[str]) -> list[str]:
 
 
 def check_output(output: Path | None, force: bool) -> None:
-    """Ask before overwriting the file of `-o`. Raise SpecError if the user declines, MissingError without a folder."""
+    """Ask the user before overwriting the file of `-o`. Raise SpecError if the user declines."""
     from ftbench.store.output import output_file
 
     if output is None or not output_file(output).is_file() or force:

@@ -37,7 +37,7 @@ def number(spec: Experiment) -> int:
 
 
 def announce(count: int, path: Path, signals_pipe: int) -> socket.socket:
-    """Send the path of the run directory to all other nodes, unless a signal arrives. Return rank 0's open socket."""
+    """Send the path of the run directory to all other nodes. Stop at a signal. Return the open socket for rank 0."""
     try:
         listener = socket.create_server(("", int(os.environ[PORT])))
     except OSError as error:

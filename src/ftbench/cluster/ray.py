@@ -32,7 +32,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def slots(on: str, spec: Experiment) -> tuple[Sequence[RaySlot], dict[str, Any]]:
-    """Return one slot per GPU of the cluster (without GPUs, per node), and the content of a node's machine.json."""
+    """Return (slots, content of a node's machine.json). There is one slot per GPU or, without GPUs, per node."""
     ray = _connect(on)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus, cpus = ([int(node[kind]) for node in nodes if node.get(kind, 0) >= 1] for kind in ("GPU", "CPU"))
@@ -83,7 +83,7 @@ def _reason(error: BaseException) -> str:
 
 @dataclass(slots=True)
 class RaySlot:
-    """A slot that runs one Ray task at a time, with the resources `needs`. `shared`: a node has several GPUs."""
+    """A slot that runs one Ray task at a time with the resources `needs`. `shared`: whether nodes have several GPUs."""
 
     name: str
     needs: dict[str, Any]

@@ -27,7 +27,7 @@ _FIGURES = ("device", "products", "memory", "capacity", "host_link", "launch_us"
 
 
 def probe(out: Path) -> tuple[dict[str, Any], Path]:
-    """Measure this machine within LIMIT_S seconds, and write the results to a file. Return the results and the file.
+    """Measure this machine within LIMIT_S seconds, and write the results to a file. Return (results, path of the file).
 
     Raises:
         MissingError: If torch is missing or cannot use the GPU, or if `out` is not writable.

@@ -91,7 +91,7 @@ def _kill(pid: int) -> bool:
 
 
 def exit_like(code: int) -> None:
-    """Exit with the exit code `code`. If `code` is negative, end this process by the signal number `-code`."""
+    """Exit with the exit code `code`. If `code` is negative, end this process with the signal `-code`."""
     if code >= 0:
         sys.exit(code)
     import resource

@@ -1,8 +1,8 @@
 """Start one process per GPU: `python -P -m ftbench.launch.ranks RUN_DIRECTORY GPUS NODES NODE COMMAND…`.
 
-This module sets torchrun's variables. If a rank fails, it ends all ranks. Then node 0 writes the run's state with the
-number of the rank that failed first. After a hang, this is the rank that is behind the others. torchrun is not used: it
-imports torch before the ranks start, and it does not report ranks that hang or are killed.
+This module sets torchrun's variables, and ends all ranks when one rank fails. Then node 0 writes the run's state with
+the number of the rank that failed first. After a hang, this is the rank with the least progress. torchrun is not used:
+it imports torch before the ranks start, and it does not report ranks that hang or are killed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _lost(node: int) -> dict[str, Any]:
 
 
 def _wait(children: Mapping[int, subprocess.Popen[bytes]], signals_pipe: int) -> Ended:
-    """Wait until all ranks of this node have ended. Return how each rank ended, the first to end first."""
+    """Wait until all ranks of this node have ended. Return how each rank ended, in order of time."""
     ended: Ended = {}
     waiting = {os.pidfd_open(child.pid): rank for rank, child in children.items()}
     end: float | None = None
@@ -165,7 +165,7 @@ def _verdict(ended: Ended, states: Mapping[int, dict[str, Any]]) -> tuple[int, i
 
 
 def _behind(states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return the rank with the least progress, and its phase and step. Return an empty dict if two ranks are equal."""
+    """Return the rank with the least progress, and its phase and step. Return {} if several ranks are behind."""
     points = {rank: _point(state) for rank, state in states.items()}
     if len(points) < 2 or list(points.values()).count(lowest := min(points.values())) > 1:
         return {}

@@ -42,8 +42,8 @@ def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
 
 
 def command(spec: Experiment, run: RunDir) -> list[str]:
-    """Return the command that starts the worker. With several ranks, it runs `launch/ranks.py`, which starts one worker
-    per rank.
+    """Return the command that starts the worker. With several ranks, the command starts `launch/ranks.py`, which starts
+    one worker per rank.
 
     `-P` removes the current directory from sys.path. Otherwise, Python could import a user's `random.py`.
     """

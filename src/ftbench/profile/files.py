@@ -17,7 +17,7 @@ KERNELS = rundir.KERNELS
 
 
 def finish(run: RunDir) -> None:
-    """Read the trace of each rank, and write kernels.json next to it. Do nothing without traces.
+    """Read the trace of each rank, and write kernels.json next to the trace. Do nothing without traces.
 
     Raises:
         TraceError: If a trace cannot be read. The traces of the other ranks are still processed.

@@ -31,7 +31,7 @@ _LESS = (
 
 
 class TraceError(FtbenchError):
-    """Raised if a trace cannot be read or lacks kernels."""
+    """Raised if a trace cannot be read, or if too many kernels are missing in the trace."""
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ def read(path: Path) -> Trace:
 
 
 def _read_events(path: Path, trace: Trace) -> dict[str, Any]:
-    """Parse a trace file, and add each event to `trace` at once to save memory. Return the rest of the document."""
+    """Parse a trace file. To save memory, add one event at a time to `trace`. Return the rest of the document."""
 
     def keep(value: dict[str, Any]) -> dict[str, Any] | None:
         if "ph" not in value:
@@ -145,7 +145,7 @@ def _settle(trace: Trace) -> None:
 
 
 def _check_gpu(trace: Trace, path: Path) -> None:
-    """Raise TraceError if the profiler lost more than 10 % of the kernels. Set `trace.lost` above 1 %.
+    """Raise TraceError if the profiler lost more than 10 % of the kernels. Set `trace.lost` if it lost more than 1 %.
 
     With FSDP on two H200 (torch 2.11), no kernel was recorded for 13,068 launches, and the GPU seemed to be idle.
     """

@@ -170,7 +170,7 @@ class DeviceWork:
 
 
 class PhaseSpans:
-    """The phases of a step over time. Work of all threads, such as autograd's, belongs to the phase at its start."""
+    """The phases of a step over time. The work of any thread, such as autograd's, belongs to the phase at its start."""
 
     def __init__(self, phases: list[tuple[float, float, str]]) -> None:
         self._phases = phases
@@ -260,7 +260,7 @@ def enclosing(span: Span | None) -> Iterator[Span]:
 
 
 def _loss_sequences(trace: Trace, phases: PhaseSpans) -> set[int]:
-    """Return the sequence numbers of operators that compute the loss. Their backward operators have equal numbers."""
+    """Return the sequence numbers of the operators of the loss. Their backward operators have the same numbers."""
     return {
         span.sequence for spans in trace.threads.values() for span in spans
         if span.sequence is not None and not span.backward and phases.at(span.begin) == rows.LOSS

@@ -87,7 +87,7 @@ def label(changes: Changes) -> str:
 
 
 def plain_spec(spec: Experiment) -> Experiment:
-    """Return the spec with every optimization off. Replace other AdamW optimizers by torch's AdamW, but keep SGD."""
+    """Return the spec with every optimization off. Replace each AdamW variant by `adamw_torch`. Keep `sgd`."""
     optimizer = "adamw_torch" if spec.train.optimizer in (*OPTIMIZERS, *ROUNDED) else spec.train.optimizer
     train = spec.train.model_copy(update={"optimizer": optimizer})
     return spec.model_copy(update={"optimizations": Optimizations(), "train": train})

@@ -97,7 +97,7 @@ OWN_LOSS = "unsloth has its own fused loss: set it to off"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimization:
-    """Declare one optimization: a key of the section `optimizations:` and its rules. The rules apply if it is on.
+    """Declare a key of the section `optimizations:` and its rules. The rules apply only if the optimization is on.
 
     Args:
         description: The effect and cost of the optimization, in one line.

@@ -25,7 +25,7 @@ WINDOW = 50  # batches per window; samples are sorted by length in each window (
 
 
 def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
-    """Return the lengths of `count` samples: all equal, or log-normal. After truncation, they have the spec's mean."""
+    """Return `count` sample lengths, at most `max_length`: all equal, or log-normal with the requested mean."""
     if dataset.length is not None:
         return [dataset.length] * count
     source = DATASETS[dataset.like] if dataset.like else None
@@ -39,7 +39,7 @@ def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
 
 
 def _scale(spread: npt.NDArray[np.float64], mean: float, sigma: float, longest: int) -> float:
-    """Return the smallest factor for which `factor * spread`, truncated to `longest` tokens, has the given mean."""
+    """Return the smallest factor that gives `factor * spread` this mean after truncation to `longest` tokens."""
     low, high = math.log(SHORTEST), math.log(longest) + 4 * sigma
     below, above = 0.0, math.inf
     for _ in range(60):  # bisection: the mean grows with the factor
@@ -101,7 +101,7 @@ def length_windows(lengths: Sequence[int], batch_size: int) -> Iterator[list[lis
 def grouped(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
     """Return the sample indices in a new order: the samples of each batch have similar lengths.
 
-    Each window of 50 batches is shuffled, to mix short and long batches. Its incomplete batch comes last.
+    The full batches of each window of 50 batches are shuffled. An incomplete batch comes last in its window.
     """
     random = np.random.default_rng(seed)
     result: list[int] = []

@@ -1,4 +1,4 @@
-"""Declare the section `dataset:` of a spec and the named datasets, and check rows. `worker/data/` prepares samples."""
+"""Declare the section `dataset:` and the named datasets, and check dataset rows. `worker/data/` prepares samples."""
 
 from __future__ import annotations
 
@@ -133,12 +133,12 @@ class Dataset(Part):
 
     @property
     def has_images(self) -> bool:
-        """Whether the samples have images. For rows of unknown format, this is False."""
+        """Whether the samples have images. If the format of the rows is unknown, this is False."""
         return self.name == "images" or "image-text" in (self.format, self.source.format)
 
     @property
     def may_have_images(self) -> bool:
-        """Whether the samples may have images. For files and hub datasets this is True: their rows are read later."""
+        """Whether the samples may have images. This is True for files and hub datasets, which are read later."""
         return self.has_images or self.name == "file" or self.name not in DATASETS
 
     @property
@@ -206,7 +206,7 @@ def row_format(dataset: Dataset, row: Mapping[str, Any], where: str, pairs: bool
 
 
 def named_row(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
-    """Return the row with additional keys: for each role in `dataset.columns`, such as `prompt`, the column's value."""
+    """Return a copy of the row. For each role in `dataset.columns`, such as `prompt`, add the value of its column."""
     return {**row, **{role: row.get(column) for role, column in dataset.columns.items()}}
 
 

@@ -1,4 +1,4 @@
-"""Compute a hash and a readable name for a spec. Specs with the same hash have the same result."""
+"""Compute a hash and a readable name for a spec. Runs with the same hash are repeats of the same experiment."""
 
 import hashlib
 import json

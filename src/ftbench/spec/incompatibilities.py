@@ -119,7 +119,7 @@ def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, 
 
 
 def unpublished(spec: Experiment, capability: Capability) -> str | None:
-    """Return why `triton_kernels: auto` becomes off on this machine, or None if it does not. Recipes are published with
-    the kernels on. With the kernels off, their published speed and verdict are not valid."""
+    """Return why `triton_kernels: auto` becomes off on this machine, else None. Recipes are published with the kernels
+    on. With the kernels off, the published speed and verdict of a recipe are not valid."""
     reason = compute.kernels_left_out(spec, capability)
     return reason and f"recipes are published with {KERNELS} on, and it would be off here: {reason}"

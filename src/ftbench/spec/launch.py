@@ -14,7 +14,7 @@ _OFF = ("tp", "pp", "micro_batches", "split")  # keys that accept `off`
 
 
 class Launch(Part):
-    """The processes of a run."""
+    """The section `launch:`, which describes the processes of a run."""
 
     gpus: Int = Field(1, ge=1, le=MOST_GPUS, description="GPUs of one run, with one process each")
     nodes: Int = Field(1, ge=1, le=MOST_GPUS, description="number of machines; each has the same number of GPUs")
@@ -102,7 +102,7 @@ class Launch(Part):
 
 
 def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the section `launch:` with its missing defaults. Raise ValueError if the numbers of GPUs do not match."""
+    """Return `launch:` with defaults that depend on other keys. Raise ValueError if numbers of GPUs do not match."""
     launch = {key: None if key in _OFF and value is False else value for key, value in launch.items()}
     several = type(gpus := launch.get("gpus")) is int and gpus > 1
     strategy = launch.get("strategy")
@@ -119,8 +119,8 @@ def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
 def _stages(launch: Mapping[str, object], name: str, shards: int | None) -> dict[str, object]:
     """Return the keys of `launch:` for pipeline parallelism: gpus, strategy, pp, tp and micro_batches.
 
-    If the given strategy is `pp`, complete it from the numbers of GPUs, for example to `pp+tp` or `pp+ddp`. `shards` is
-    the number of GPUs that FSDP splits each layer over.
+    If the given strategy is only `pp`, the numbers of GPUs decide the complete strategy, such as `pp+tp` or `pp+ddp`.
+    `shards` is the number of GPUs that FSDP splits each layer over.
     """
     given = {"gpus": launch.get("gpus"), "pp": launch.get("pp"), "tp": launch.get("tp")}
     if given["gpus"] == 1 or not all(each is None or type(each) is int for each in given.values()):

@@ -199,7 +199,7 @@ def nested(parts: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the keys with short forms such as `method: lora` expanded. Make paths absolute, starting at `folder`."""
+    """Expand short forms: `method: lora` becomes `method: {name: lora}`. Make paths absolute, relative to `folder`."""
     data = {key: {SHORT_FORMS[key]: value} if key in SHORT_FORMS and isinstance(value, str) else value
             for key, value in data.items()}  # fmt: skip
     for part, key in PATHS:
@@ -278,7 +278,7 @@ _MISSING = object()
 
 def spec_keys() -> list[tuple[str, str, str]]:
     """Return (dotted key, default, description) of every key of a spec. If the default method or objective does not
-    have a key, the description ends with a method or objective that has it."""
+    have the key, the description ends with the name of a method or objective that has it."""
     rows: dict[tuple[str, ...], tuple[str, str, str]] = {}
     for section, info in Experiment.model_fields.items():
         model = info.annotation

@@ -61,7 +61,7 @@ def number_of_layers(model: Model) -> int | None:
 
 
 def configuration(model: Model) -> Mapping[str, Any]:
-    """Return a model's configuration from `model.path` or from the table of known models. It may be empty."""
+    """Return a model's configuration from `model.path` or from the table of known models. Return {} if unknown."""
     if model.path:
         file = Path(model.path)
         file = file / "config.json" if file.is_dir() else file

@@ -86,8 +86,8 @@ def usual_max_length(mean: int) -> int:
 
 
 def options_of(sets: Sequence[str]) -> list[str]:
-    """Convert `--set` values to options of a command. Use the shorter `--recipe`, `--dataset` or `--length` if they can
-    express the value."""
+    """Convert `--set` values to options of a command. Where possible, use the shorter options `--recipe`, `--dataset`
+    and `--length`."""
     words: list[str] = []
     for text in sets:
         key, _, value = text.partition("=")

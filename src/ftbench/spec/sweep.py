@@ -50,8 +50,8 @@ class SweepSection(Part):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A key of the spec that varies in a sweep. For each item of `values`, `layers` has the keys that replace those of
-    the base spec."""
+    """A key of the spec that varies in a sweep. For each value in `values`, `layers` has the keys that this value
+    changes in the base spec."""
 
     key: str
     values: tuple[Any, ...]
@@ -81,7 +81,7 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Gri
         axes: The `--axis` arguments (`key=value,value`). They replace axes of the file with the same key.
 
     Raises:
-        SpecError: For a mistake in the file, in an axis or in a value. If values do not work together, see `refused`.
+        SpecError: For a mistake in the file, in an axis or in a value. Impossible combinations are refused cells.
     """
     layers = read_layers(path, sets)
     base = merged(layers, path)
@@ -166,8 +166,8 @@ def _of_command_line(text: str) -> Axis:
 
 
 def _check_overlap(axes: Iterable[Axis]) -> None:
-    """Raise SpecError if two axes set the same key, such as `method` and `method.name`. Axes may set keys of a recipe
-    again."""
+    """Raise SpecError if two axes set the same key, such as `method` and `method.name`. The axis `recipe` may set the
+    same keys as other axes."""
     setters: dict[str, str] = {}
     for axis in (each for each in axes if each.key != RECIPE):
         parts = ((section, keys) for layer in axis.layers for section, keys in layer.data.items())

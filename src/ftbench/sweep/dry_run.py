@@ -16,7 +16,7 @@ NO_ESTIMATOR = "no predictions: the package ftbench.estimate is not installed"
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A job as `--dry-run` lists it. With `confidence`, `seconds` is a prediction. Without, it is an upper bound."""
+    """One job of `--dry-run`. If `confidence` is set, `seconds` is a prediction. Otherwise, it is an upper bound."""
 
     what: str
     state: str

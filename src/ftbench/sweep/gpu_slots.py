@@ -27,12 +27,12 @@ class RunControl:
     show: Callable[[str], None]
 
     def stops_within(self, wait_s: float) -> bool:
-        """Wait at most `wait_s` seconds. Return whether the run must end. Later calls return the same."""
+        """Wait at most `wait_s` seconds. Return whether the run must end. After True, later calls return True too."""
         return bool(select.select([self.stop_pipe], [], [], wait_s)[0])
 
 
 class GpuSlot(Protocol):
-    """A local GPU or a part of a cluster. It runs one job at a time. `trains` is False while the job is in a queue."""
+    """A place that runs one job at a time, such as a GPU. `trains` is False while the job waits in a queue."""
 
     name: str
 

@@ -40,7 +40,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(file: int) -> bool:
-    """Try for half a second to lock the file, and return whether it is locked. `is_held` may lock it for a moment."""
+    """Try for half a second to lock the file, because `is_held` may lock it briefly. Return whether it is locked."""
     for _ in range(10):
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

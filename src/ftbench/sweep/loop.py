@@ -134,7 +134,7 @@ class Session:
         running.result.add_done_callback(lambda _: _send_byte(self._wake[1]))
 
     def _take(self, running: RunningJob) -> None:
-        """Record the result of an ended job, and close its pipe. If its slot failed, stop the sweep."""
+        """Record the result of an ended job, and close its pipe. If the slot raised an error, stop the sweep."""
         self._running.remove(running)
         for pipe in running.pipe:
             os.close(pipe)

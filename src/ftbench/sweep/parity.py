@@ -49,7 +49,7 @@ class ParityRequest(PlanRequest):
 
 
 def prepare(request: ParityRequest) -> command.Ready:
-    """Plan the runs of a parity check without starting them. Raise SpecError or MissingError if it is not possible."""
+    """Plan a parity check without starting its runs. Raise SpecError or MissingError if the check is not possible."""
     if request.controls not in WHICH:
         raise SpecError(f"--controls {request.controls}: must be {' or '.join(WHICH)}")
     if request.seeds == 1:

@@ -128,7 +128,7 @@ def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
 
 def kernel_ends(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return two copies of the optimizations: `triton_kernels: auto` becomes on in the first copy, off in the second.
-    With the kernels off, fp8 does not use delayed scaling. If there is no auto, return one copy."""
+    With the kernels off, fp8 does not use delayed scaling. If the setting is not auto, return one copy."""
     if values.get("triton_kernels") != "auto":
         return [dict(values)]
     fp8 = "tensorwise" if values["fp8"] == DELAYED else values["fp8"]

@@ -32,7 +32,7 @@ def counted(standings: Iterable[Standing], left_s: float | None) -> str:
 
 
 def ended(what: str, summary: RunSummary, wall_s: float | None) -> str:
-    """Return one line of text about a finished run: the state, then speed and memory, or the reason of a failure."""
+    """Return one line of text about a finished run: the state, then speed and memory, or the reason for a failure."""
     if summary.state != "ok":
         return f"{summary.state}  {what}: {summary.reason}"
     speed, peak = summary.tokens_per_s.get("real"), summary.memory_gb.get("allocated_peak")

@@ -108,8 +108,7 @@ class ParityPlan(Grid):
                     yield self.train(recipe.reference, seed, None, name)
 
     def controls_of(self, recipe: Contender) -> list[tuple[str, str]]:
-        """Return pairs: a control, and the level that must detect its damage. The first pairs have slight damage, one
-        for each level."""
+        """Return (control, level that must detect the damage). First comes one slightly damaged control per level."""
         adapters, coarse = recipe.spec.method.adapters, verdict.kinds(recipe.spec)[0] == EIGHT_BIT
         forward = ("lora_scale_x1.5" if coarse else "lora_scale_x1.05") if adapters else "loss_over_padding"
         backward = "layer_gradient_reversed" if coarse else "gradient_entries_lost"
@@ -123,7 +122,7 @@ class ParityPlan(Grid):
         return few + [(name, "any") for name in GRADED if name not in done and (adapters or name not in OF_ADAPTERS)]
 
     def plain(self, recipe: Contender) -> Experiment:
-        """Return the plain recipe in the precision of `recipe`. The limits come from its rounding errors."""
+        """Return the plain recipe in the precision of `recipe`. The rounding errors of this run set the limits."""
         spec = recipe.spec
         if not verdict.rounds(spec):
             return recipe.reference

@@ -98,7 +98,7 @@ def edge(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = 
 
 
 def knee(fitting: Sequence[Trial]) -> int | None:
-    """Return the knee: no batch larger than this is 5 % faster. Return None if fewer than two speeds are known."""
+    """Return the smallest batch size that no larger size beats by 5 % in speed. Return None without two speeds."""
     known = sorted((trial.batch, trial.speed) for trial in fitting if trial.speed)
     flat = (batch for i, (batch, speed) in enumerate(known) if all(later < KNEE * speed for _, later in known[i + 1 :]))
     return next(flat) if len(known) > 1 else None
@@ -119,7 +119,7 @@ class Family:
 
 
 class Search(Plan):
-    """The plan of `--until-oom`: search for the largest batch that fits, for each family."""
+    """The plan of `--until-oom`: for each cell, search for the largest batch that fits."""
 
     def __init__(
         self, families: Iterable[Family], options: Options, effective: int | None, gpu: dict[str, Any] | None = None
