@@ -97,19 +97,19 @@ class Dataset(Part):
     eval_samples: Int = Field(0, ge=0, description="samples held out for evaluation")
     loss_on: Literal["completion", "all"] = Field("completion", description="which tokens contribute to the loss")
     longest_first: Switch = Field(
-        False, description="put the longest samples in the first batch, so that the memory peak appears in step 1"
+        False, description="put the longest samples in the first batch; the memory peak is then in step 1"
     )
     format: Format | None = Field(None, description="format of the rows; default: detected from the columns")
     path: str | None = Field(None, description="file to read, for `name: file`")
     columns: dict[Role, str] = Field(
-        {}, description="role → column, if the names differ: {prompt: question, completion: answer}"
+        {}, description="role → column, if your columns have other names: {prompt: question, completion: answer}"
     )
     prompt: str = Field("Describe", min_length=1, description="question about an image if no column has one")
     image_size: tuple[Side, Side] | None = Field(
         None, description="images: width and height in pixels, or their mean size"
     )
     image_sizes: Literal["fixed", "photographs", "documents"] = Field(
-        "fixed", description="images: one size, or sizes distributed like photographs or scanned pages"
+        "fixed", description="images: one size, or the various sizes of photographs or scanned pages"
     )
     images_per_sample: Int = Field(1, ge=1, le=64, description="images: number of images per sample")
     revision: str | None = Field(None, description="revision of a hub dataset")
@@ -118,12 +118,12 @@ class Dataset(Part):
     length: Int | None = Field(None, ge=2, description="synthetic: every sample has this many tokens")
     mean_length: Float | None = Field(None, ge=2, description="synthetic: mean length; the lengths are log-normal")
     like: Literal[*LIKE] | None = Field(  # type: ignore[valid-type]
-        None, description="synthetic: lengths distributed like this dataset's"
+        None, description="synthetic: draw lengths with the distribution of this dataset"
     )
     structure: Literal["random", "tasks"] = Field(
         "random",
-        description="synthetic: random tokens (not learnable), or tasks (copying, key-value recall, brackets; images: "
-        "colors of cells), whose answers need attention and whose prompts are masked",
+        description="synthetic: random tokens (not learnable), or tasks with masked prompts (copying, key-value "
+        "recall, brackets; images: colors of cells)",
     )
 
     @property

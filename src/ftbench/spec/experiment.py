@@ -85,8 +85,8 @@ class Train(OlderPart):
         "adamw_torchao_bf16", "adamw_torchao_8bit", "sgd",
     ] = Field(
         "adamw_torch",
-        description="AdamW of torch (fused: one kernel), bitsandbytes or torchao, or sgd; torchao's name ends with the "
-        "type of its state, and it rounds 16-bit weights stochastically, so that small updates are not lost",
+        description="AdamW of torch (fused: one kernel), bitsandbytes or torchao, or sgd; the names of torchao end "
+        "with the type of the state; torchao rounds 16-bit weights stochastically, to keep small updates",
     )  # fmt: skip
     max_grad_norm: Float = Field(0.3, ge=0, description="gradients are clipped to this norm; 0: no clipping")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
@@ -147,7 +147,7 @@ class Measure(OlderPart):
         "`parity` starts two runs at a time",
     )
     save_adapter: Switch = Field(
-        False, description="save the trained adapters, or the model with method full, in the run's directory"
+        False, description="save the trained adapters (method full: the model) in the directory of the run"
     )
     profile: Annotated[Literal["off", "on"], Word] = Field(
         "off", description="profile a few steps; reports ignore the speed of this run"
@@ -161,10 +161,10 @@ class Measure(OlderPart):
     )
     keep_weights: Switch = Field(False, description="parity: keep the trained tensors before and after training")
     round_products: Switch = Field(
-        False, description="parity: round the operands of frozen layers to 8 bits, as fp8 does, and multiply in 32 bits"
+        False, description="parity: round the operands of frozen layers to 8 bits like fp8, and multiply in 32 bits"
     )
     control: Annotated[Literal["off", *CONTROLS], Word] = Field(  # type: ignore[valid-type]
-        "off", description="damage the training on purpose; `ftbench parity` must notice it"
+        "off", description="break the training on purpose; `ftbench parity` must detect this"
     )
 
     @property

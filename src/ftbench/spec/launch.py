@@ -33,10 +33,10 @@ class Launch(Part):
         "1f1b", description="order of the micro-batches in a stage of pp; the last two give each GPU two stages"
     )
     split: tuple[Annotated[Int, Field(ge=1)], ...] | None = Field(
-        None, description="number of layers of each stage of pp; default: all stages take the same time"
+        None, description="number of layers of each stage of pp; default: stages with about equal times"
     )
     offload: Literal["none", "optimizer", "params"] = Field(
-        "none", description="what is kept in host memory: the optimizer state, or the optimizer state and parameters"
+        "none", description="keep in host memory: the optimizer state, or the optimizer state and the parameters"
     )
     framework: Literal["trl", "axolotl", "llamafactory", "ms-swift", "megatron", "verl"] = Field(
         "trl", description="the framework that runs the training loop"
@@ -47,7 +47,7 @@ class Launch(Part):
     )
     timeout_s: Float | None = Field(None, gt=0, description="end the run after this many seconds")
     no_step_s: Annotated[Literal["auto", "off"] | Annotated[Float, Field(gt=0)], Word] = Field(
-        "auto", description="end the run after this many seconds without progress; auto: learned from its steps"
+        "auto", description="end the run after this many seconds without progress; auto: depends on the step times"
     )
     mock: Annotated[Literal["off", "ok", "oom", "crash", "hang", "slow", "flaky"], Word] = Field(
         "off", description="pretend to train, to try a sweep without a GPU"

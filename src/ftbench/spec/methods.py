@@ -142,8 +142,8 @@ class Qlora(_Adapters):
     name: Literal["qlora"] = "qlora"
     quant_type: Literal["nf4", "fp4", "mxfp4"] = Field(
         "nf4",
-        description="4-bit type of the frozen weights; mxfp4: gpt-oss as published, experts in 4 bits and the rest in "
-        "16 (docs/how-to/gpt-oss.md)",
+        description="4-bit type of the frozen weights; mxfp4: only gpt-oss, with published 4-bit experts and other "
+        "weights in 16 bits (docs/how-to/gpt-oss.md)",
     )
     double_quant: Switch = Field(True, description="also quantize the scales of the blocks (nf4 and fp4)")
     upcast: Switch = Field(
@@ -203,17 +203,15 @@ class Unsloth(_Adapters):
     removed = ("bias", "load_in_fp8", "offload_layers", "offload_embedding", "tiled_mlp")
 
     name: Literal["unsloth"] = "unsloth"
-    load_in_4bit: Switch = Field(True, description="quantise the frozen weights to 4 bits")
+    load_in_4bit: Switch = Field(True, description="quantize the frozen weights to 4 bits")
     use_gradient_checkpointing: Annotated[Literal["unsloth", "on", "off"], Word] = Field(
         "unsloth", description="unsloth: keep layer inputs in host memory; on: torch's checkpointing"
     )
     padded: Switch = Field(
-        False, description="pad batches; off: unsloth's choice, for most text models one row without padding"
+        False, description="pad batches; off: unsloth chooses, and most text models get one row without padding"
     )
-    block_compile: Switch = Field(
-        True, description="let unsloth compile each decoder layer, which it does for padded batches"
-    )
-    cuda_graphs: Switch = Field(False, description="CUDA graphs of the compiled layers, for batches of few shapes")
+    block_compile: Switch = Field(True, description="let unsloth compile each decoder layer; works for padded batches")
+    cuda_graphs: Switch = Field(False, description="CUDA graphs of compiled layers, for batches with few shapes")
     compile_maximum: Switch = Field(False, description="compile with more autotuning (UNSLOTH_COMPILE_MAXIMUM)")
     random_state: Int = Field(3407, ge=0, description="unsloth's seed for the adapters")
 

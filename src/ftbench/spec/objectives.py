@@ -113,18 +113,18 @@ class Grpo(Part):
     sequences: ClassVar[int] = 1
 
     name: Literal["grpo"] = "grpo"
-    num_generations: Int = Field(8, ge=2, le=4096, description="completions per prompt (its group)")
+    num_generations: Int = Field(8, ge=2, le=4096, description="number of completions per prompt")
     max_completion_length: Int = Field(512, ge=1, le=1_048_576, description="maximum tokens per completion")
     fixed_length: Switch = Field(
-        False, description="always generate max_completion_length tokens, so that runs generate the same number"
+        False, description="always generate max_completion_length tokens; all runs then generate the same number"
     )
     temperature: Float = Field(1.0, gt=0, le=100, description="sampling temperature")
     beta: Float = Field(0.0, ge=0, description="penalty for moving away from the reference model; 0: no reference")
     loss_type: Literal["dapo", "dr_grpo", "bnpo", "grpo"] = Field("dapo", description="how the loss is normalized")
     reward: Annotated[str | tuple[str, ...] | None, BeforeValidator(_reward_names)] = Field(
         None,
-        description="your reward function, path/to/file.py:function, or several whose values are added; default: the "
-        "share of even token ids",
+        description="your reward function, path/to/file.py:function, or a list of functions, to add their values; "
+        "default: the share of even token ids",
     )
 
     @property

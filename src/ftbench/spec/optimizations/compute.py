@@ -227,8 +227,8 @@ OPTIMIZATIONS = {
     ),
     "triton_kernels": Optimization(
         type=Switch | Literal["auto"],
-        description="ftbench's Triton kernels for norms, rotary embedding and the MLP's gate; auto: on if the model is "
-        "supported and the kernels were measured to be faster on this GPU",
+        description="ftbench's Triton kernels for norms, rotary embedding and the MLP's gate; auto: on if the kernels "
+        "support the model and were faster in measurements on this kind of GPU",
         not_with_unsloth=OWN_KERNELS,
         excludes={"optimizations.liger": "optimizations.triton_kernels and liger replace the same code: choose one"},
         incompatibilities=_triton_kernels,

@@ -152,12 +152,12 @@ OPTIMIZATIONS = {
     ),
     "loader_processes": Optimization(
         type=Switch | Annotated[Int, Field(ge=1, le=64)],
-        description="prepare batches and images in worker processes; each prepares two batches in advance; a number "
-        "is the number of processes, `on` means 4",
+        description="prepare batches and images in worker processes; each process prepares two batches in advance; a "
+        "number is the number of processes, `on` means 4",
         not_with_dpo=None,
     ),
     "image_cache": Optimization(
-        description="process images once before training and keep them on disk, so that no step waits for them",
+        description="process images once before training and keep the results on disk; steps do not wait for images",
         needs_images=True,
     ),
     "image_size": Optimization(
