@@ -65,7 +65,7 @@ scaling would change the mean error from 5.7 to 5.4 % on the H200, and from 16 t
 """
 FACTS_HEAD = """\
 # Coefficients of the time estimate: seconds = value * (seconds of the term at the GPU's highest rate). See
-# estimate/time/work.py and estimate/time/rates.py. Written by `scripts/time_estimates.py --write`. `prior` and `why` are
+# estimate/time/work.py and rates.py. Written by `scripts/time_estimates.py --write`. `prior` and `why` are
 # written by hand. Some priors were chosen after looking at these runs. `runs` counts the runs in which the term takes
 # at least 5 % of a step. `error` is the error if each step is estimated without its own runs. `spread` is the factor
 # around an estimate that contains 90 % of the runs of unseen models, if the GPU or the host limits the speed.

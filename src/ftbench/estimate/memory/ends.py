@@ -1,8 +1,8 @@
 """Compute the memory outside the decoder layers: image encoder, projector, final norm, and loss.
 
-Functions return bytes for all tokens of the batch, unless the docstring names another unit. Padding counts as tokens.
-The saved tensors of images were recorded in training steps of CLIP, Qwen2.5-VL and Qwen3-VL on fake tensors
-(transformers 5.17, peft 0.21, autocast)."""
+Functions return bytes for all tokens of the batch. Some docstrings name another unit. Padding counts as tokens. The
+saved tensors of images were recorded in training steps of CLIP, Qwen2.5-VL and Qwen3-VL on fake tensors (transformers
+5.17, peft 0.21, autocast)."""
 
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan

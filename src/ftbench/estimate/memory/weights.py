@@ -117,8 +117,8 @@ def fused(model: ModelShape, plan: TrainingPlan) -> float:
 def loading(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the peak bytes while the model is loaded.
 
-    A 16-bit model needs the memory of its weights. A 4-bit model needs more while peft casts the embedding or the head
-    to float32, because the 16-bit tensor and the float32 tensor exist together."""
+    A 16-bit model needs the memory of its weights. A 4-bit model needs more memory while peft casts the embedding or
+    the head to float32. During the cast, the 16-bit tensor and the float32 tensor exist together."""
     resident = weights(model, plan)
     if not plan.quantised or plan.mxfp4 or plan.streamed:
         return resident

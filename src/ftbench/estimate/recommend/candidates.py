@@ -31,7 +31,7 @@ class Way:
     problems: tuple[str, ...] = ()
 
     def on(self, launch: Launch) -> Way:
-        """Return the variant with the `launch` section `launch`, and with the problems of this combination."""
+        """Return the variant with these `launch` settings, and with the problems of the combination."""
         if launch is self.spec.launch or launch == self.spec.launch:
             return self
         spec = self.spec.model_copy(update={"launch": launch})

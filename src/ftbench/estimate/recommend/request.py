@@ -150,7 +150,7 @@ def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[st
 
 
 def _effective(request: RecommendRequest, spec: Experiment, history: RunHistory) -> int | None:
-    """Return the samples per step from `--effective-batch` or from the spec. None means any number."""
+    """Return the samples per step from `--effective-batch` or from the spec. Return None if any number is allowed."""
     if request.effective_batch == ANY:
         return None
     if request.effective_batch is None and names_model(request.spec):

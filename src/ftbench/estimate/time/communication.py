@@ -1,4 +1,4 @@
-"""Estimate the communication between the GPUs of a run, and the time for which GPUs wait.
+"""Estimate the communication between the GPUs of a run, and the waiting time of the GPUs.
 
 The formulas count the bytes that one GPU sends in a ring of n GPUs, for a tensor of S bytes. An all-reduce sends
 `2 * S * (n - 1) / n` bytes. An all-gather or reduce-scatter sends half as many (nccl-tests, PERFORMANCE.md)."""
@@ -95,8 +95,8 @@ def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, pa
 def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> float:
     """Return the bytes that FSDP2 moves to fill and empty its communication buffers (_fsdp_collectives.py).
 
-    In the forward and in the backward pass, FSDP2 casts each shard into the send buffer, and copies each unit out of
-    the receive buffer. FSDP2 also copies gradients into the send buffer, and casts received gradients."""
+    In the forward and backward pass, FSDP2 casts each shard into the send buffer, and copies each unit out of the
+    receive buffer. FSDP2 also copies gradients into the send buffer, and casts received gradients."""
     count, trained, part = shape.model.weight_bytes(HALF) / HALF, shape.trained, 1 / sharding.holders
     kept = FLOAT if plan.in_32_bits else plan.weight
     gathered = count * (part * (kept + HALF) + 2 * HALF)

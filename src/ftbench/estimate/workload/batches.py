@@ -152,8 +152,8 @@ def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> np
 def _laid_out(layout: Layout, rows: npt.NDArray[np.float64], longest: float) -> npt.NDArray[np.float64]:
     """Return an array (6, batches) with the `Batch` fields positions, samples, real, square, masked and joined.
 
-    The batches are those of `worker/data/collate.py`. `rows` contains the values of `_rows` in the shape (3, batches,
-    rows per batch)."""
+    The batches equal the batches of `worker/data/collate.py`. `rows` contains the values of `_rows` in the shape (3,
+    batches, rows per batch)."""
     real, squares, samples = rows.sum(axis=2)
     wide = np.full_like(real, longest) if layout.fixed else rows[0].max(axis=1)
     positions = real if layout.flat and not layout.fixed else np.maximum(real, wide * layout.size)

@@ -58,7 +58,7 @@ class Largest:
 
 
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
-    """Return the batch of a spec with the most tokens and padding. `vision` is the image encoder of the model."""
+    """Return the batch of a spec with the most tokens, including padding. `vision` is the model's image encoder."""
     file = None
     if spec.dataset.name in ("file", "sample"):
         counted = file_lengths(spec.dataset, spec.model, spec.objective.pairs)

@@ -24,8 +24,8 @@ class Sharding:
     """How several GPUs share a run.
 
     `states` (none, ddp, fsdp, zero1, zero2 or zero3) names the sharding of weights, gradients and optimizer state over
-    `holders` GPUs. `offload` moves some of these states to the host. Four fields are numbers of parts: `tensor` of each
-    matrix, `experts` of the experts, `sequence` of each sequence, and `pipeline` of the layers. `rank` is the pipeline
+    `holders` GPUs. `offload` moves some of these states to the host. Four fields are numbers of parts: `tensor` (each
+    matrix), `experts` (all experts), `sequence` (each sequence), and `pipeline` (all layers). `rank` is the pipeline
     rank of this GPU (None: the slowest rank). `data` is the number of GPU groups that train different batches. A
     pipeline splits each batch into `micro` micro-batches."""
 
@@ -60,7 +60,7 @@ class Sharding:
 
     @property
     def holders(self) -> int:
-        """The number of GPUs that hold the weights, gradients and optimizer state of the same model part together."""
+        """The number of GPUs that train the same part of the model."""
         return self.gpus // (self.tensor * self.experts * self.pipeline)
 
 
