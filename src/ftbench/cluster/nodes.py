@@ -24,7 +24,7 @@ _RETRY_S = 0.2
 
 
 def number(spec: Experiment) -> int:
-    """Return the number of this node from the environment variables. Raise MissingError if they are missing."""
+    """Return the number of this node from the environment variables. Raise MissingError if a variable is missing."""
     count = spec.launch.nodes
     node, port = os.environ.get("NODE_RANK") or os.environ.get("SLURM_NODEID", ""), os.environ.get(PORT, "")
     with suppress(ValueError):

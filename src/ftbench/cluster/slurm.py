@@ -62,7 +62,7 @@ def slots(
 def _describe_node(
     settings: SlurmSettings, folder: Path, spec: Experiment, notify: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the content of a node's machine.json. Submit a job to get it, or reuse the result of an earlier sweep."""
+    """Return the content of a node's machine.json, from a job on the node or from an earlier sweep."""
     launcher = spec.launch.framework if spec.launch.mock == "off" else "mock"
     key = json.dumps([settings.model_dump(mode="json", exclude={"tasks", "time"}), launcher])
     file, job = folder / UNFINISHED / f"{NODE}.json", folder / UNFINISHED / NODE

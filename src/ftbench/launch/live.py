@@ -25,8 +25,8 @@ class _Console(Console):
 
 
 class LiveView:
-    """Context manager that shows progress on stderr. On a terminal, it updates the same lines. Otherwise, it prints new
-    lines every `log_every_s` seconds."""
+    """Context manager that shows progress on stderr. On a terminal, the same lines are updated. Otherwise, new lines
+    are printed every `log_every_s` seconds."""
 
     def __init__(self, log_every_s: float | None = None) -> None:
         self._log_every_s, self._shown = log_every_s, time.monotonic()

@@ -44,7 +44,7 @@ def _complete(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], RunSu
 
 
 def final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
-    """Return the final state of a run. If the worker did not write a result, use its exit code and its log."""
+    """Return the final state of a run. If the worker did not write a result, use the worker's exit code and log."""
     state = rundir.read_json(run.state)
     written = state.get("state")
     rank, behind = state.get("rank"), state.pop("behind", None)
@@ -111,7 +111,7 @@ def _write_results(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _finish_profile(run: RunDir) -> dict[str, Any]:
-    """Write the profile from the worker's traces. If a trace cannot be read, return the keys of an error state."""
+    """Write the profile from the worker's traces. If a trace cannot be read, return state and reason of an error."""
     if not run.profile.is_dir():
         return {}
     from ftbench.profile import files

@@ -1,7 +1,7 @@
 """Run one child process in a separate session, and end the child with all of its descendants (Linux).
 
-The child runs under a supervisor (`process_tree.py`). Signals to ftbench arrive in a pipe. Therefore, they do not
-interrupt other code. While the child is measured, ftbench waits and uses almost no CPU.
+The child runs under a supervisor (`process_tree.py`). Signals to ftbench arrive in a pipe. Therefore, a signal does
+not interrupt other code. While the child is measured, ftbench waits and uses almost no CPU.
 """
 
 import os
@@ -57,8 +57,8 @@ def run_child(
 ) -> Exit:
     """Run a command until it ends, and append its output to `log`.
 
-    A byte in `signals_pipe` (see `signals`) ends the command early. `watch` is called about twice per second. If it
-    returns a Stop, the command ends early too.
+    A byte in `signals_pipe` (see `signals`) ends the command early. `watch` is called about twice per second. If
+    `watch` returns a Stop, the command ends early too.
     """
     kills = _kernel_oom_kills()
     begin = time.monotonic()

@@ -1,8 +1,8 @@
 """Start one process per GPU: `python -P -m ftbench.launch.ranks RUN_DIRECTORY GPUS NODES NODE COMMAND…`.
 
 This module sets torchrun's variables, and ends all ranks when one rank fails. Then node 0 writes the run's state with
-the number of the rank that failed first. After a hang, this is the rank with the least progress. torchrun is not used:
-it imports torch before the ranks start, and it does not report ranks that hang or are killed.
+the number of the rank that failed first or, after a hang, of the rank with the least progress. torchrun is not used: it
+imports torch before the ranks start, and it does not report ranks that hang or are killed.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _verdict(ended: Ended, states: Mapping[int, dict[str, Any]]) -> tuple[int, i
 
 
 def _behind(states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return the rank with the least progress, and its phase and step. Return {} if several ranks are behind."""
+    """Return the rank with the least progress, and its phase and step. If several ranks are last, return {}."""
     points = {rank: _point(state) for rank, state in states.items()}
     if len(points) < 2 or list(points.values()).count(lowest := min(points.values())) > 1:
         return {}

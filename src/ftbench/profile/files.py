@@ -47,7 +47,7 @@ def _finish(run: RunDir, ranks: int, others: Sequence[str]) -> list[str]:
 
 
 def step_before(run: RunDir) -> float | None:
-    """Return the median time in seconds of the steps just before profiling. Return None if it was not measured."""
+    """Return the median time in seconds of the steps just before profiling. Return None if no step was timed."""
     first, last = (rundir.read_json(run.profile / rundir.WINDOW).get("timed") or [0, -1])[:2]
     rows, _ = read_steps(run.steps)
     times = [row.step_time_s for row in rows if row.phase == "train" and first <= (row.step or 0) <= last]

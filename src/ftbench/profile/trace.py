@@ -145,7 +145,7 @@ def _settle(trace: Trace) -> None:
 
 
 def _check_gpu(trace: Trace, path: Path) -> None:
-    """Raise TraceError if the profiler lost more than 10 % of the kernels. Set `trace.lost` if it lost more than 1 %.
+    """Raise TraceError if the profiler lost more than 10 % of the kernels. Set `trace.lost` for more than 1 %.
 
     With FSDP on two H200 (torch 2.11), no kernel was recorded for 13,068 launches, and the GPU seemed to be idle.
     """

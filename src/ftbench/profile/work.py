@@ -1,4 +1,4 @@
-"""Find the group, the operator and the phase of each kernel in a trace. Without a GPU, do this for CPU operators.
+"""Find the group, the operator and the phase of each kernel in a trace or, without a GPU, of each CPU operator.
 
 The name of a kernel determines its group. If the name is ambiguous, the operator that launched the kernel decides. The
 patterns match kernel names of these libraries: cuBLAS (`nvjet_*`, `sm80_xmma_gemm_*`, `ampere_*gemm*`), CUTLASS, cuDNN,
@@ -95,7 +95,7 @@ def group_of_kernel(name: str, operators: Iterable[str] = (), phase: str | None 
 
 
 def group_of_operator(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
-    """Return the group of an operator on a CPU. `operators` are the operators that called it, innermost first."""
+    """Return the group of an operator on a CPU. `operators` are the enclosing operators, innermost first."""
     own = _first(_OPERATORS, name)
     if own not in (None, NORM):
         return str(own)
@@ -170,7 +170,7 @@ class DeviceWork:
 
 
 class PhaseSpans:
-    """The phases of a step over time. The work of any thread, such as autograd's, belongs to the phase at its start."""
+    """The phases of a step over time. Work of all threads belongs to the phase in which the work starts."""
 
     def __init__(self, phases: list[tuple[float, float, str]]) -> None:
         self._phases = phases

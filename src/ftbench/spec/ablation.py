@@ -1,4 +1,4 @@
-"""List the variants of the plain recipe. `ftbench ablate` trains them and compares their speed."""
+"""List the variants of the plain recipe that `ftbench ablate` trains and compares."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ def _only(every: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
 
 
 def label(changes: Changes) -> str:
-    """Return the name of the changes, such as `compile + fp8 tensorwise`. Without changes, return `plain`."""
+    """Return a name for changes to the plain recipe, such as `compile + fp8 tensorwise`. Without changes: `plain`."""
     parts = []
     for key, value in changes.items():
         name = key.rpartition(".")[2].replace("_", " ")

@@ -20,7 +20,7 @@ from ftbench.spec.optimizations import Optimizations
 
 
 def experiment_name(value: str) -> str:
-    """Check the name of an experiment, and return it. Raise ValueError if it cannot be the name of a folder."""
+    """Check the name of an experiment, and return it. Raise ValueError for a name that a folder cannot have."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", value):
         raise ValueError(
             "may have up to 80 letters, digits, dots, dashes and underscores, and must begin with a letter or digit"
@@ -200,7 +200,7 @@ class Experiment(Part):
 
     @property
     def second_model(self) -> bool:
-        """Whether training loads a second model as reference. With adapters, disabling them gives the reference."""
+        """Whether training loads a second model as reference. With adapters, no second model is needed."""
         return self.objective.in_step and not self.method.adapters
 
     @field_validator("method", "objective", mode="before")

@@ -98,8 +98,8 @@ def _digest(values: Any) -> str:
 def slug(spec: Experiment, gpu: str | None = None) -> str:
     """Return a name such as `qwen3-8b-qlora-b4-1f2e3d4c5b6a`: model, method, batch size, fingerprint.
 
-    The name also has an objective other than sft: `qwen3-8b-lora-dpo-b4-...`. With several GPUs, it has the strategy
-    and the number of GPUs: `qwen3-8b-lora-fsdp-2gpus-b4-...`.
+    The name also has an objective other than sft: `qwen3-8b-lora-dpo-b4-...`. With several GPUs, the name has the
+    strategy and the number of GPUs: `qwen3-8b-lora-fsdp-2gpus-b4-...`.
     """
     several = f"-{spec.launch.strategy}-{spec.launch.ranks}gpus" if spec.launch.ranks > 1 else ""
     objective = "" if spec.objective.name == "sft" else f"-{spec.objective.name}"

@@ -262,7 +262,7 @@ def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
 
 
 def where_set(key: tuple[str, ...], layers: Sequence[SpecLayer]) -> str:
-    """Return where a key was last set: `file:line` or `--set KEY=VALUE`. If it was not set, return the main file."""
+    """Return where a key was last set: `file:line` or `--set KEY=VALUE`. If no layer sets the key, return the file."""
     for layer in reversed(layers):
         section: Any = layer.data
         for part in key:
@@ -278,7 +278,7 @@ _MISSING = object()
 
 def spec_keys() -> list[tuple[str, str, str]]:
     """Return (dotted key, default, description) of every key of a spec. If the default method or objective does not
-    have the key, the description ends with the name of a method or objective that has it."""
+    have a key, the description of this key ends with a name, such as `(qlora)`."""
     rows: dict[tuple[str, ...], tuple[str, str, str]] = {}
     for section, info in Experiment.model_fields.items():
         model = info.annotation

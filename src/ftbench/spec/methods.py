@@ -1,4 +1,4 @@
-"""Declare the training methods, one class per method. `worker/methods/<name>.py` implements them.
+"""Declare the training methods, one class per method. The code of a method is in `worker/methods/<name>.py`.
 
 Defaults are those of the founding study: rank 8, alpha 16, no dropout, adapters on the seven projections of each layer.
 """
@@ -51,7 +51,7 @@ class _Method(OlderPart):
 
 
 def family(model: Model) -> str | None:
-    """Return the `model_type` of a model, such as `llama`. Return None if its configuration is not available."""
+    """Return the `model_type` of a model, such as `llama`. Return None if the configuration is not available."""
     return configuration(model).get("model_type")
 
 

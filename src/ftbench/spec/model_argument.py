@@ -47,7 +47,7 @@ def spec_sets(
     length: int | None,
     samples: int | None = None,
 ) -> list[str]:
-    """Convert `--recipe`, `--dataset` and `--length` to `--set` values. Return these, followed by the user's `--set`.
+    """Return the user's `--set` values, preceded by values that replace `--recipe`, `--dataset` and `--length`.
 
     Raises:
         SpecError: If a file is missing, the length is out of range, or `--length` and `--dataset` are both given."""

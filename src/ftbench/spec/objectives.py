@@ -1,4 +1,4 @@
-"""Declare the training objectives, one class per objective. `worker/` has their trainers."""
+"""Declare the training objectives, one class per objective. The trainers are in `worker/`."""
 
 import os
 import re

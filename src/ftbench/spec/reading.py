@@ -254,7 +254,7 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
 
 
 def _expected(problem: Any) -> list[str]:
-    """Return the allowed words from a pydantic error. For other errors, return one phrase that completes "must ...",
+    """Return the allowed words from a pydantic error. If there are none, return one phrase that can follow "must",
     such as "be a list"."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in ("literal_error", "union_tag_invalid"):

@@ -55,7 +55,7 @@ def prepare(request: AblationRequest) -> sweep.Ready:
 
 
 def _refused(spec: Experiment, described: dict[str, Any]) -> str | None:
-    """Return the reason why a spec cannot run on this machine. Return None if it can run."""
+    """Return the reason why a spec cannot run on this machine. Return None for a spec that can run."""
     if problems := checks.problems(spec, described):
         return "; ".join(problems)
     try:

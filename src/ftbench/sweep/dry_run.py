@@ -16,7 +16,7 @@ NO_ESTIMATOR = "no predictions: the package ftbench.estimate is not installed"
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One job of `--dry-run`. If `confidence` is set, `seconds` is a prediction. Otherwise, it is an upper bound."""
+    """One job of `--dry-run`. `seconds` is a prediction if `confidence` is set, and an upper bound otherwise."""
 
     what: str
     state: str

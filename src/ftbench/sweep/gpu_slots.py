@@ -46,8 +46,8 @@ class GpuSlot(Protocol):
 class LocalSlot:
     """A GPU of this machine, or the CPU of a machine without a GPU.
 
-    `visible` is the value for CUDA_VISIBLE_DEVICES. If it is None, runs use the first GPU. `shared` is True if the
-    sweep also uses other GPUs of this machine.
+    `visible` is the value for CUDA_VISIBLE_DEVICES, or None to use the first GPU. `shared` is True if the sweep also
+    uses other GPUs of this machine.
     """
 
     name: str

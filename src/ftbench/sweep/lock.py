@@ -50,7 +50,7 @@ def _lock(file: int) -> bool:
 
 
 def holder_of(folder: Path) -> dict[str, Any]:
-    """Return pid and host of the process that locked the folder. They stay in the file if the process was killed."""
+    """Return pid and host of the process that locked the folder last. Return {} if this process ended normally."""
     return rundir.read_json(folder / LOCK)
 
 

@@ -114,7 +114,7 @@ def _few(names: list[str]) -> str:
 
 
 def module_of(name: str) -> str:
-    """Return `q_proj.lora_A` for `…layers.3.self_attn.q_proj.lora_A.default.weight`, `norm` for a norm's weight."""
+    """Return the module in a parameter's name, such as `q_proj.lora_A` in `…q_proj.lora_A.default.weight`."""
     parts = [part for part in name.split(".") if part not in ("weight", "bias", "default", "base_layer")]
     return ".".join(parts[-2:] if parts[-1].startswith("lora_") else parts[-1:])
 
@@ -137,8 +137,8 @@ def _loaded(run: RunDir) -> dict[str, Any]:
 
 
 def same_samples(spec: Experiment) -> dict[str, Any]:
-    """Return a new batch size and `max_length` for a spec with packing. With these, a packed step has about the same
-    number of samples as a padded step.
+    """Return a new batch size and `max_length` for a spec with packing. With these values, a packed step has about the
+    same number of samples as a padded step.
 
     Return no changes for a spec without packing, or with data that is not generated (unknown sample lengths)."""
     if not spec.optimizations.packing or not spec.dataset.is_made:

@@ -1,9 +1,9 @@
 """Judge a recipe at the three levels of a parity check: forward, gradient and training.
 
 The reference is the plain recipe in float32. The error of a recipe is its difference from this reference. If a recipe
-differs only in rounding, twice the error of the plain recipe in bfloat16 is allowed, as in FlashAttention's tests (T.
-Dao et al., arXiv 2205.14135). For a recipe with 8-bit products, the plain recipe also rounds the inputs of products to
-8 bits. Other recipes have fixed limits (`BUDGETS`).
+differs only in rounding, its limit is twice the error of the plain recipe in bfloat16 (as in FlashAttention's tests,
+arXiv 2205.14135). For a recipe with 8-bit products, the plain recipe also rounds the inputs of products to 8 bits.
+Other recipes have fixed limits (`BUDGETS`).
 """
 
 import math

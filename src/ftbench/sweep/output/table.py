@@ -38,7 +38,7 @@ class Tables:
         return {"frontier": self.plan.as_dicts() if isinstance(self.plan, Search) else []}
 
     def exit_code(self, code: int) -> int:
-        """Return the exit code of the command. In this class, it is `code`, the exit code of the session."""
+        """Return the exit code of the command. This class returns `code`, the exit code of the session."""
         return code
 
     def write(self) -> None:

@@ -1,4 +1,4 @@
-"""The plan of a parity check. It lists the runs of a check, and computes the verdicts from the files of these runs.
+"""The plan of a parity check: the list of its runs, and the verdicts from the files of these runs.
 
 The reference of a recipe is the plain recipe in float32, with the same trained tensors. There are three kinds of runs.
 Short runs record losses, gradients and weight changes, at weights that the first training of the reference saved.
@@ -34,7 +34,7 @@ PENDING, UNPROVEN, BROKEN = "not run yet", "no verdict", "did not end"
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A recipe to judge, with its resolved spec, reference and `--set` options. `refused` is why it cannot run."""
+    """A recipe to judge: spec, reference and `--set` options. If the recipe cannot run, `refused` is the reason."""
 
     name: str
     spec: Experiment
@@ -261,7 +261,7 @@ class ParityPlan(Grid):
         return None
 
     def agreement(self, recipe: Contender, record: Job) -> dict[str, Any]:
-        """Return the comparison of a run with its reference. Read it from agreement.json, or compute and write it."""
+        """Return the comparison of a run with its reference. If agreement.json is missing or old, write this file."""
         reference = self.record_of(recipe.reference, recipe).run
         runs = [f"{run.run_id} {read_json(run.state).get('ended_at')}" for run in (reference, record.run)]
         kept = self._kept.get(record) or read_json(record.run.agreement)

@@ -98,7 +98,7 @@ def edge(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = 
 
 
 def knee(fitting: Sequence[Trial]) -> int | None:
-    """Return the smallest batch size that no larger size beats by 5 % in speed. Return None without two speeds."""
+    """Return the smallest batch size above which speed grows by less than 5 %. Return None without two speeds."""
     known = sorted((trial.batch, trial.speed) for trial in fitting if trial.speed)
     flat = (batch for i, (batch, speed) in enumerate(known) if all(later < KNEE * speed for _, later in known[i + 1 :]))
     return next(flat) if len(known) > 1 else None
