@@ -112,7 +112,7 @@ MODERN = (8, 0)  # assumed for unknown GPUs: with this capability, bfloat16 is f
 
 
 def capability_of(gpu: Gpu | float) -> tuple[int, int] | None:
-    """Return the compute capability of a GPU. A float is the memory in GiB of an unknown GPU and gives `MODERN`."""
+    """Return the compute capability of a GPU. If only the memory is known (`gpu` is a float), return `MODERN`."""
     return gpu.compute_capability or _ROCM.get(gpu.arch) if isinstance(gpu, Gpu) else MODERN
 
 

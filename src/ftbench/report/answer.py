@@ -184,7 +184,7 @@ def _speed(cell: Cell) -> str:
 
 
 def _rounds(ranking: Ranking) -> str:
-    """Return `: three rounds, one card, one commit`. Return an empty text for a single recipe or a single round."""
+    """Return the runs per recipe as text: `: three rounds, one card, one commit`, or "" for one recipe or one run."""
     least, *_, most = sorted([len(cell.runs) for cell in ranking.best] * 2)
     if len(ranking.best) == 1 or most == 1:
         return ""

@@ -82,7 +82,7 @@ def _figures(records: Sequence[Record]) -> dict[str, list[str]]:
 
 
 def _costs(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return a column with the cost of 1,000 samples for rent, or for owned GPUs if rent is unknown."""
+    """Return a column with the cost of 1,000 samples on rented GPUs, or on owned GPUs if the rent is unknown."""
     for way in ("rent", "owned"):
         prices, currency = f"cost.{way}.per_1k_samples", f"cost.{way}.currency"
         if any(record.get(prices) is not None for record in records):

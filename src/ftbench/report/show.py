@@ -82,7 +82,7 @@ class Shown:
 
 
 def show(name: str, paths: Sequence[Path]) -> Shown:
-    """Return the run with this folder, id or number. Raise SpecError if no run or several runs match."""
+    """Find a run by folder, id or number, and return it. Raise SpecError if no run or several runs match."""
     folder = Path(name)
     if RunDir(folder).state.exists():
         return shown(RunDir(folder))
@@ -140,7 +140,7 @@ def _padding(summary: Mapping[str, Any]) -> float:
 
 
 def suggestions(run: RunDir, summary: Mapping[str, Any]) -> list[Suggestion]:
-    """Return suggestions, the best first. The list is empty for a mock run or if the spec cannot be loaded."""
+    """Return suggestions, the best first. The list is empty with `launch.mock` or if the spec cannot be loaded."""
     values = read_json(run.spec_json)
     try:
         spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})

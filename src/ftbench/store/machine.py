@@ -42,7 +42,7 @@ def describe(visible: str | None = None) -> dict[str, Any]:
 
 @cache
 def host() -> dict[str, Any]:
-    """Return the part of machine.json that stays the same: CPU, operating system, versions and environment."""
+    """Return machine.json without the GPUs: ftbench commit, CPU, operating system, library versions and environment."""
     import psutil  # imported late: an estimate does not need it
 
     return {
@@ -176,7 +176,7 @@ def cache_dir() -> Path:
 
 
 def cache_error(folder: Path, error: Exception) -> MissingError:
-    """Convert the error of a failed write to the cache folder to a MissingError with a solution."""
+    """Convert the error of a failed write to the cache folder to a MissingError. The message gives a solution."""
     if isinstance(error, FileExistsError | NotADirectoryError):
         return MissingError(f"{folder}: is a file, not a folder; set FTBENCH_CACHE to a folder")
     if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:

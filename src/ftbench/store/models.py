@@ -67,7 +67,7 @@ class _Need(NamedTuple):
 
 
 def _need(kind: Any) -> Any:
-    """Mark the type of a required key."""
+    """Mark a key of a model as required. `kind` is the type of its value."""
     return _Need(kind)
 
 

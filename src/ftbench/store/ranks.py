@@ -111,8 +111,8 @@ def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
 def stages(run: RunDir, count: int) -> dict[str, Any]:
     """Return `layers` (of each pipeline stage) and `bubble` of a run with `count` ranks. Return {} without a pipeline.
 
-    `bubble` is the share of a pass in which a rank does not compute, as a mean over ranks. The slowest rank defines the
-    time of the pass, because the last stage finishes early.
+    `bubble` is the share of a pass in which a rank does not compute, as a mean over ranks. The time of a
+    pass is the time of the slowest rank, because the last stage finishes early.
     """
     parts = [read_json(run.of_rank(rank).applied).get("parallel", {}) for rank in range(count)]
     if not parts or "split" not in parts[0]:

@@ -170,7 +170,7 @@ def learning(rows: Sequence[StepRow], loss_scaled: bool) -> dict[str, Any]:
 
 
 def finite(value: float | None) -> bool:
-    """Return whether a value is finite or unknown."""
+    """Return False for NaN and infinity. Return True for other values and for None (unknown)."""
     return value is None or math.isfinite(value)
 
 
@@ -194,8 +194,8 @@ def diverged(summary: dict[str, Any], with_nan: bool) -> str:
     """Return a sentence about NaN or infinite losses or gradient norms, or an empty string.
 
     Args:
-        summary: Summary of the run. Older summaries contain only a warning.
-        with_nan: Whether steps.csv contains NaN. In this case, the summary was computed again.
+        summary: Summary of the run. Older summaries have a warning instead of the section `learning`.
+        with_nan: Whether steps.csv contains NaN. Warnings about damaged lines then also count.
     """
     starts = ("the loss is not a number", *(["steps.csv: line"] if with_nan else []))
     warned = [str(text) for text in summary["warnings"] if text.startswith(starts)]

@@ -215,7 +215,7 @@ def first_gpu(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Run a block that writes to `path`. If the block raises OSError, raise MissingError with a solution."""
+    """Run a block that writes to `path`. If the block raises OSError, convert it with `disk_error`."""
     try:
         yield
     except OSError as error:
@@ -223,7 +223,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def disk_error(path: Path, error: OSError) -> MissingError:
-    """Convert the OSError of a failed write to a MissingError with a solution."""
+    """Convert the OSError of a failed write to a MissingError. The message gives a solution."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingError(f"{path}: no space left on the disk; free some, or write elsewhere")
     if error.errno == errno.ENOENT and not path.exists():

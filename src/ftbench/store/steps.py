@@ -96,8 +96,8 @@ def _text(path: Path) -> tuple[str, str | None]:
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | None]]:
     """Return {column name: values} for the training rows of a steps.csv. This is faster than `read_steps`.
 
-    Empty fields and missing columns give None. Damaged rows and rows without a step number are skipped. Without any
-    rows, the dict is empty.
+    An empty field becomes None. A missing column becomes a list of None. Damaged rows and rows without a step number
+    are skipped. Without rows, the dict is empty.
     """
     head, *lines = _text(path)[0].replace("\r\n", "\n").split("\n")[:-1] or [""]
     header = head.split(",")

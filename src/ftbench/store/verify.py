@@ -97,7 +97,7 @@ def _leaves(written: Any, computed: Any, key: str = "") -> Iterator[tuple[str, A
 
 
 def _missing_from(sentences: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return the texts of `others` that `sentences` does not contain. All texts are compared in the current wording."""
+    """Return the texts of `others` that `sentences` lacks. The old and the current wording of a text count as equal."""
     known = set(map(reworded, sentences))
     return [text for text in others if reworded(text) not in known]
 

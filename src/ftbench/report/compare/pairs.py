@@ -84,9 +84,9 @@ def compare(
 ) -> Comparison:  # fmt: skip
     """Compare runs by a key: a short name (`gpu`, `method`, …), a spec key, or a fact about the machine.
 
-    `baseline` is the baseline value, by default the plainest or most frequent value. With `one_sitting`, intervals are
-    corrected for the number of comparisons. Without this correction, 1 of 20 intervals shows a difference by chance.
-    Raise SpecError if the key or the baseline does not exist.
+    `baseline` is the baseline value, by default a plain value such as `none`, or the value with the most successful
+    runs. With `one_sitting`, intervals are corrected for the number of comparisons. Without this correction, 1 of 20
+    intervals shows a difference by chance. Raise SpecError if the key or the baseline does not exist.
     """
     from ftbench.report.compare.partners import along, baseline_value, partners
 
@@ -126,9 +126,9 @@ _RECENT = ("applied.trained_dtype", "applied.weights_dtype", "applied.loss_norma
 
 
 def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
-    """Return whether the report lists a difference as part of the recipe.
+    """Return whether the report lists this difference. A fact that one side could not record is not listed.
 
-    Libraries that only one machine has are not listed. Facts that a failed run did not record are not listed either."""
+    Examples: a library that only one machine has, or a fact that failed runs, older runs or imported logs lack."""
     if fact.key.startswith("versions.") or fact.key in _RECENT:
         return None not in (fact.baseline, fact.candidate)
     if fact.key in core.UNPROVEN and IMPORTED in baseline.facts and IMPORTED in cell.facts:  # logs lack token hashes

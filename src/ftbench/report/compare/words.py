@@ -35,7 +35,7 @@ def _percent(ratio: float) -> str:
 
 
 def break_even_text(when: BreakEven | None) -> str:
-    """Return a break-even point as text: `after step 40`, `at once` or `never`."""
+    """Return a break-even point as text: `after step 40`, `until step 40`, `at once` or `never`."""
     if when is None:
         return ""
     return when.when if when.steps is None else f"{when.when} step {round(when.steps):,}"

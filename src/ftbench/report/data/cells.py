@@ -56,7 +56,7 @@ class Run:
 
     @property
     def valid(self) -> bool:
-        """Whether means include the figures of this run: the run succeeded without disturbance by other processes."""
+        """Whether means include the figures of this run: the run succeeded and was not contended."""
         return self.ok and not self.contended
 
     @property
@@ -137,12 +137,12 @@ class Cell:
         return any(run.record.get("bound.verdict") == "launch-bound" for run in self.valid)
 
     def values(self, name: str) -> list[float]:
-        """Return the values of a figure from undisturbed runs. Memory figures may also come from disturbed runs."""
+        """Return the values of a figure from valid runs. Without valid runs, use contended runs for memory figures."""
         runs = self.valid or (self.ok if name.startswith("memory_gb.") else [])
         return known((run.record for run in runs), name)
 
     def figure(self, name: str) -> float | None:
-        """Return the geometric mean of a figure over successful, undisturbed runs."""
+        """Return the geometric mean of the values of a figure (see `values`)."""
         return geometric_mean(self.values(name))
 
     @property
@@ -164,7 +164,7 @@ class Cell:
         return seconds_by_state
 
     def pace(self) -> Pace | None:
-        """Return the mean start time and mean rate of the runs, or None. Prefer runs with a cold compiler cache."""
+        """Return the mean pace of the runs, or None. If some runs have a cold compiler cache, use only these runs."""
         cold = [run for run in self.valid if run.cache == "cold"]
         paces = [pace for run in cold or self.valid if (pace := _pace(run.record)) is not None]
         if not paces:
@@ -176,7 +176,7 @@ class Cell:
 
     @property
     def measured(self) -> bool:
-        """Whether a run has enough steady steps for a reliable speed."""
+        """Whether at least one valid run has enough steady steps for a reliable speed."""
         return any(run.steady >= MINIMUM_STEADY for run in self.valid)
 
 

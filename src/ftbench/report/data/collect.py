@@ -58,7 +58,7 @@ def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
 
 
 def _sentences(record: Record) -> Record:
-    """Return the fields of a record with warnings and reasons, in the current wording."""
+    """Return the warnings and reasons of a record. Replace wordings of older versions by the current wording."""
     sentences = {key: reworded(record[key]) for key in ("reason", "bound.why") if record.get(key)}
     return {"warnings": list(map(reworded, record["warnings"])), **sentences}
 

@@ -85,7 +85,7 @@ def energy(cells: Sequence[Cell]) -> Section | None:
 
 
 def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None:
-    """Return the section with the costs of each recipe for rent and for purchase, or None if no GPU has a price."""
+    """Return the section with the costs of each recipe on rented and on owned GPUs, or None if no GPU has a price."""
     records = [record for cell in cells for record in _records(cell, prices, hours)]
     valid = [cell for cell in cells if cell.measured]
     amounts = {"1 h": "per_hour", "1k samples": "per_1k_samples", "1M tokens": "per_1m_real_tokens",
