@@ -61,7 +61,7 @@ def estimate(
     strategy: Annotated[
         str | None,
         of(
-            CLUSTER, "how they share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp, pp, pp+fsdp, ...; or all"
+            CLUSTER, "how GPUs share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp, pp, pp+fsdp, ...; or all"
         ),
     ] = None,
     check: Annotated[

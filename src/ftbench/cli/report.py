@@ -33,7 +33,7 @@ def report(
     where: Annotated[
         list[str] | None, typer.Option(help="only matching runs: method=lora, rank=8,16", metavar="KEY=VALUE")
     ] = None,
-    sort: Annotated[str | None, typer.Option(help="best first: tokens/s; -tokens/s reverses", metavar="COLUMN")] = None,
+    sort: Annotated[str | None, typer.Option(help="sort by: tokens/s; reversed: -tokens/s", metavar="COLUMN")] = None,
     prices: Annotated[Path | None, typer.Option(help="prices of GPUs: adds energy and money", metavar="FILE")] = None,
     output: Output = None,
     force: Overwrite = False,
@@ -41,11 +41,11 @@ def report(
         str | None, of(OUTPUT, "table, md, csv, json or html; by default from the suffix of -o", "--format")
     ] = None,
     wide: Wide = False,
-    baseline: Annotated[str | None, of(ADVANCED, "--compare: baseline value of the axis")] = None,
-    rows: Annotated[str, of(ADVANCED, "each run, or merge: one row per spec and GPU")] = "auto",
-    hours: Annotated[float | None, of(ADVANCED, "--answers, --prices: hours of a night (8)")] = None,
-    against: Annotated[Path | None, of(ADVANCED, "earlier runs; exit code 1 on a regression")] = None,
-    fail_above: Annotated[str | None, of(ADVANCED, "--against: allowed regression (5%)")] = None,
+    baseline: Annotated[str | None, of(ADVANCED, "with --compare: value of the axis that is the baseline")] = None,
+    rows: Annotated[str, of(ADVANCED, "each: one row per run; merge: one row per spec and GPU")] = "auto",
+    hours: Annotated[float | None, of(ADVANCED, "with --answers or --prices: length of a night in hours (8)")] = None,
+    against: Annotated[Path | None, of(ADVANCED, "earlier runs to compare with; exit code 1 on regression")] = None,
+    fail_above: Annotated[str | None, of(ADVANCED, "with --against: largest allowed regression (5%)")] = None,
 ) -> None:
     """Compare runs in one table. `--compare gpu|method|batch|optimization|recipe|KEY` compares along one axis."""
     from ftbench.core.table import show_in_full

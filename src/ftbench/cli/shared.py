@@ -30,7 +30,7 @@ OUTPUT, INPUT, LIMITS, CLUSTER, ADVANCED = "Output", "Input", "Limits", "Several
 
 
 class Command(TyperCommand):
-    """A command. Its help shows the options in groups."""
+    """A command with groups of options in its help."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options without a group, then each group."""
@@ -46,7 +46,7 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """The group of all commands. Its help shows the full description of each command."""
+    """The group of all commands. The help shows the full description of each command."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the name and the description of each command."""

@@ -156,8 +156,8 @@ class _StoppedError(Exception):
 class SlurmSlot:
     """A slot that runs one Slurm job at a time. `gpu` is the GPU model that each node must have.
 
-    `earlier` has the names of the runs that existed when the sweep started, or that it has submitted. Such runs are
-    trained again. Other existing runs were finished by jobs of an earlier session, and their results are used."""
+    `earlier` has the names of the runs that existed when the sweep started, or that this sweep has submitted. Such runs
+    are trained again. Other existing runs come from jobs of an earlier session, and their results are used."""
 
     name: str
     settings: SlurmSettings

@@ -105,7 +105,7 @@ def run_module(
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that is not empty, or an empty string."""
+    """Return the last non-empty line of a log. If the log is empty or missing, return an empty string."""
     with suppress(OSError):
         lines = (line.strip() for line in reversed(log.read_text(errors="replace").splitlines()))
         return next(filter(None, lines), "")[:300]

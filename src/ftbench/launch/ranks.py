@@ -1,8 +1,8 @@
 """Start one process per GPU: `python -P -m ftbench.launch.ranks RUN_DIRECTORY GPUS NODES NODE COMMAND…`.
 
-This module sets torchrun's variables, and ends all ranks when one rank fails. Then node 0 writes the run's state with
-the number of the rank that failed first or, after a hang, of the rank with the least progress. torchrun is not used: it
-imports torch before the ranks start, and it does not report ranks that hang or are killed.
+This module sets torchrun's variables, and ends all ranks when one rank fails. Then node 0 writes the run's state. The
+state has the number of the rank that failed first. After a hang, the state has the number of the rank with the least
+progress. torchrun imports torch before the ranks start, and does not report ranks that hang. So torchrun is not used.
 """
 
 from __future__ import annotations

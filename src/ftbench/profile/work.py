@@ -154,7 +154,7 @@ def _cut(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """A kernel on the GPU. Without a GPU, an interval of a CPU operator, not including the operators that it calls.
+    """A kernel on the GPU. If there is no GPU, it is a time interval in which a CPU operator ran its own code.
 
     `operator` is the innermost operator that launched the kernel, or empty. `call` is 1 for the first interval of an
     operator, and 0 for its other intervals.

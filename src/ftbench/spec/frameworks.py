@@ -149,7 +149,7 @@ def packs(spec: Experiment) -> bool:
     """Return whether the framework packs several samples into a row (only with `launch.settings: best`).
 
     Packing needs flash_attention_2, which separates the samples of a row. With other kernels, packing is slower than
-    padding. LLaMA-Factory packs only while it tokenizes, but ftbench passes tokenized samples.
+    padding. LLaMA-Factory does not pack, because ftbench passes samples that are already tokenized.
     """
     launch = spec.launch
     flash = spec.optimizations.attention == "flash_attention_2"

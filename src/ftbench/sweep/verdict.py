@@ -188,10 +188,10 @@ class _Limits:
     """Limits of one kind of error. A limit is the larger of two values: the stated budget (half of it for medians), and
     a limit computed from the errors of plain bfloat16.
 
-    For directions, the second limit uses the median error of the tensors. For norms, the median over a few tensors can
-    be small by chance, because errors scatter around 0. Therefore, the limit also uses the root mean square over all
-    tensors. An error that is orthogonal to the gradient increases the norm by the share `d**2 / 2`, where d is the
-    relative error. Norms may differ by this share, with the limit of `direction` as d.
+    The computed limit of a direction error uses medians over tensors. Norm errors scatter around 0, and their median
+    over a few tensors can be small by chance. Therefore, the computed limit of a norm error also uses the root mean
+    square over all tensors. A direction error of size d increases the norm by the share `d**2 / 2`. Therefore, the
+    limit of a norm error is at least `d**2 / 2`, where d is the limit of the direction error.
     """
 
     budget: float | None

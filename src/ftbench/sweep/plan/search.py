@@ -193,7 +193,7 @@ class Search(Plan):
         return next((int(each["samples"]) for each in datasets if each.get("samples")), family.spec.dataset.samples)
 
     def edges(self) -> list[tuple[Family, list[Trial], Edge]]:
-        """Return (family, its trials, its limit) for each family."""
+        """Return (family, trials, limit) for each cell of the search. The family has the settings of the cell."""
         edges = []
         for family in self.families:
             trials = [family.trials[batch] for batch in sorted(family.trials)]
