@@ -59,11 +59,11 @@ def add_product(total: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> N
 
 
 class Augmented(torch.autograd.Function):
-    """Return [x | x A'] [W | s B]' (tokens, out), followed by r zero columns. W, A and B join the weights and adapters
-    of all layers, s is the scale of LoRA, and | joins columns. x is (tokens, in) or (tokens, in + r).
+    """Return x W' + s (x A') B' (tokens, out), followed by r zero columns. W, A and B join the weights and adapters of
+    all layers. s is the scale of LoRA, and r is the sum of the ranks. x is (tokens, in) or (tokens, in + r).
 
     `weight` (out + r, in + r) is [[W, s B], [A, 0]], where B is block diagonal. `scales_and_adapters` are all scales,
-    then A and B of each layer. These A and B only receive gradients: their values are read from `weight`. The forward
+    then A and B of each layer. A and B receive the gradients, but their values are read from `weight`. The forward
     pass overwrites the r extra columns of x. The backward pass overwrites the r extra columns of the gradient.
     """
 
@@ -112,8 +112,8 @@ class Beside(torch.autograd.Function):
     """Return the adapter product s * (x @ A') @ B' (tokens, output width) of each layer for x: (tokens, in).
 
     `a` is A of all layers (layers * rank, in). `b` is s * B of all layers (sum of output widths, rank). `sizes` are the
-    output widths. `scales_and_adapters` are the scales of all layers, then A and B of each layer. These A and B only
-    receive gradients: their values are read from `a` and `b`.
+    output widths. `scales_and_adapters` are the scales of all layers, then A and B of each layer. A and B receive
+    the gradients, but their values are read from `a` and `b`.
 
     Scales and adapters are one `*` parameter because of torch.compile (torch 2.11 and 2.13, `call_apply`). Without
     gradients, it assumes that `forward` has no `ctx` if a call has n arguments and `forward` has n parameters. With

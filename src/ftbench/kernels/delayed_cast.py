@@ -23,8 +23,8 @@ SMALLEST = constexpr(1e-12)
 
 @triton.jit
 def scale_to(known: tensor, seen: tensor, LIMIT: constexpr) -> tensor:
-    """Return the scale of the cast: LIMIT / (ROOM * known). `known` is the maximum magnitude of the previous step. In
-    the first step, `known` is 0. Then return LIMIT / (current maximum). `seen` is a pointer to the current maximum."""
+    """Return the scale of the cast, LIMIT / (ROOM * known). `known` is the maximum magnitude of the previous step. In
+    the first step, it is 0, and the scale is LIMIT / (current maximum). `seen` points to the current maximum."""
     largest = tl.where(known > 0, known * ROOM, tl.load(seen))
     return LIMIT / tl.maximum(largest, SMALLEST)
 

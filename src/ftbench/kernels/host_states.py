@@ -79,7 +79,7 @@ class HostStates:
             self._free()
 
     def _free(self) -> None:
-        """Free the device memory of the oldest copy to the host. The device waits until the copy is complete."""
+        """Make the device wait for the oldest running copy to the host. Then free the device tensors of this copy."""
         _, copied = self._leaving.popleft()
         for _, ready in copied:
             self._out.wait_for(ready)

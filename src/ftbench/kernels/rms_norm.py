@@ -135,8 +135,8 @@ rms_norm_backward.register_fake(
 
 
 class RmsNorm(torch.autograd.Function):
-    """Return RMSNorm(x) (tokens, width + room) and x. x is (tokens, width), and the weight is frozen. Use the returned
-    x for the residual connection. Then the backward kernel also adds the gradient of the residual connection."""
+    """Return RMSNorm(x) with `room` uninitialized extra columns, and x (tokens, width). The weight is frozen. Use the
+    returned x for the residual connection: then the backward kernel also adds the residual's gradient to dx."""
 
     @staticmethod
     def forward(

@@ -112,7 +112,7 @@ def _rotary_forward(
     value_row: tensor, positions: tensor, heads: tensor, pairs: tensor, eps: tensor, NORM: constexpr, HALF: constexpr,
     BLOCK_HALF: constexpr, BLOCK_HEADS: constexpr, BLOCK_PAIRS: constexpr,
 ) -> None:  # fmt: skip
-    """Write query, key and value of one token. One program handles one token, so it loads cosines and sines once."""
+    """Write a token's rotated query and key, and its unchanged value. Cosines and sines are loaded once per token."""
     row = tl.program_id(0).to(tl.int64)
     c1, c2, s1, s2 = _turns(cos, sin, row % positions, tl.arange(0, BLOCK_HALF)[None, :], HALF)
     q, k, v = query + row * query_row, key + row * key_row, value + row * value_row

@@ -39,8 +39,8 @@ def multiply(
     x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, maxima: torch.Tensor | None, short: Any = None
 ) -> torch.Tensor:
     """Return x @ weight' (tokens, out) for x: (tokens, in) and an 8-bit weight (out, in). `factor` undoes the scale of
-    the weight. `maxima` are the maxima of input and gradient for delayed scaling, or None. If x was cast before,
-    `short` is (x in 8 bits, its factor). Then only the dtype of the argument x is used."""
+    the weight. `maxima` are the maxima of input and gradient for delayed scaling, or None. If x was cast before, pass the
+    cast as `short`: (x in 8 bits, its factor). Then the values of the argument x are not read, only its dtype."""
     small, scale = short or _cast(x, WEIGHT, None if maxima is None else maxima[0])
     return torch._scaled_mm(small, weight.t(), scale, factor, out_dtype=x.dtype, use_fast_accum=True)
 
@@ -50,8 +50,8 @@ def multiply_back(
     short: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return dx = dy @ weight (tokens, in), the gradient of x in `multiply`, for dy: (tokens, out). `turned` is the
-    transposed 8-bit weight (in, out). Recipes in FAST use fast accumulation, and other recipes sum in 32 bits. If dy
-    was cast before, `short` is (dy in 8 bits, its factor). Then only the dtype of dy is used."""
+    transposed 8-bit weight (in, out). Recipes in FAST use fast accumulation, and other recipes sum in 32 bits. `short`
+    is None or a cast of dy: (dy in 8 bits, its factor). With a cast, the values of dy are not read, only its dtype."""
     small, scale = short or _cast(dy, GRADIENT, None if maxima is None else maxima[1])
     return torch._scaled_mm(small, turned.t(), scale, factor, out_dtype=dy.dtype, use_fast_accum=recipe in FAST)
 
@@ -82,7 +82,7 @@ class AdaptedProduct(torch.autograd.Function):
 
     `given` are the arguments of `Product`, then a (ranks, in), b (out, ranks), the scales, and A and B of each layer. a
     is A of all layers. b is s B of all layers, block diagonal, where s is the scale of LoRA. `ranks` is the sum of the
-    layers' ranks. The last A and B only receive gradients: their values are read from a and b.
+    layers' ranks. A and B receive the gradients, but their values are read from a and b.
     """
 
     @staticmethod
@@ -108,8 +108,8 @@ class AdaptedProduct(torch.autograd.Function):
 class GatedMlp(torch.autograd.Function):
     """Return the output of an MLP: `AdaptedProduct` for gate_proj and up_proj, then silu(gate) * up, then
     `AdaptedProduct` for down_proj. The kernels of `kernels/adapted_swiglu.py` write silu(gate) * up and the gradients
-    of gate and up only in 8 bits. They also compute adapter products. `given` are the `count` arguments of the first
-    `AdaptedProduct`, then those of the second `AdaptedProduct`."""
+    of gate and up only in 8 bits. They also compute adapter products. `given` are the arguments of the two products
+    without x: first `count` arguments for gate_proj and up_proj, and then the arguments for down_proj."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int, *given: Any) -> torch.Tensor:

@@ -143,7 +143,7 @@ class Pixels:
     def __init__(
         self, shape: VisionShape, token: int, processor: Any, longest: int = 0, cache: Path | None = None
     ) -> None:
-        """Create a converter with the image `processor` for an encoder of `shape`. `token` is the image token's id.
+        """Create a converter. `shape` are the sizes of the image encoder, and `token` is the id of the image token.
         Images are scaled down to at most `longest` pixels per side (0: no limit). `cache` is a folder or None."""
         self.shape, self.token = shape, token
         self._processor, self._longest, self._cache = processor, longest, cache

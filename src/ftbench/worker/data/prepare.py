@@ -232,7 +232,7 @@ def _describe(dataset: Dataset, train: Sequence[Tokens], evaluation: int, sequen
 
 
 def _describe_images(samples: Sequence[Tokens], pixels: Pixels) -> dict[str, Any]:
-    """Return the number and sizes of the images. `patches` is per tile, because tiles do not attend to each other."""
+    """Return statistics of the images: count, tokens, tiles, and patches per tile (a tile attends only to itself)."""
     sizes = [pixels.size(picture) for sample in samples for picture in sample.pictures]
     return {
         "count": len(sizes),

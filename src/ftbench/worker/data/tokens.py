@@ -165,7 +165,7 @@ def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int]
 
 
 def _end_of_content(tokenizer: Any, messages: Sequence[dict[str, str]], turn: int, ids: list[int]) -> int:
-    """Return the position after the text of a turn. Tokens after this position do not depend on the end of the text."""
+    """Return the position in `ids` after the text of a turn. A longer text gives the same tokens from there on."""
     content = messages[turn]["content"]
     mark = "!" if content.rstrip().endswith("?") else "?"
     other = [*messages[:turn], messages[turn] | {"content": f"{content} {mark}"}, *messages[turn + 1 :]]

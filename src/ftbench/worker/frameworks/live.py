@@ -1,6 +1,6 @@
 """Read the settings in effect from the live model and trainer of another framework.
 
-Of the training libraries, this module imports only torch. The versions of the others depend on the framework.
+This module imports torch, but no other training library, because their versions differ between the frameworks.
 """
 
 import inspect

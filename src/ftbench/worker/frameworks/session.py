@@ -182,7 +182,7 @@ def _expected_rows(run: TrainingRun, count: int, recorder: Recorder) -> tuple[It
 
 
 def order_hash_of(given: Any, rows: Iterable[int]) -> str:
-    """Return the SHA-256 of the tokens of `rows` in `given`. Row numbers past the end start again at the first row."""
+    """Return the SHA-256 of the tokens `given[row]` for all numbers in `rows`. Numbers past the end restart at 0."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(np.asarray(given[row % len(given)], dtype=np.int64).tobytes())

@@ -26,7 +26,7 @@ _NO_CLIPPING = 1e30  # a limit without effect, because verl always clips
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
-    """Return changes to verl's `sft_trainer_engine.yaml`. Without flash-attn, verl supports only padded batches."""
+    """Return the changes to verl's `sft_trainer_engine.yaml`. Without flash-attn, verl supports only padded batches."""
     method: Any = spec.method
     train, on = spec.train, spec.optimizations
     attention = "sdpa" if on.attention == "auto" else on.attention
@@ -81,7 +81,7 @@ class VerlRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def unshuffled(spec: Experiment, rows: int) -> list[int]:
-    """Return a row number for each index of the data set. In this order, verl's sampler yields the batches of trl.
+    """Return the row number for each index of verl's data set. With this order, verl's batches are equal to trl's.
 
     The sampler is torch's DistributedSampler with seed 0: rank r of n gets the indices r, r + n, ... of a permutation.
     Raise SpecError if a batch is incomplete, because verl drops incomplete batches.

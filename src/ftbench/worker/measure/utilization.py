@@ -119,8 +119,8 @@ class OwnTime:
 
 
 class GpuLoad:
-    """Reads the share of time with running kernels of other processes, from NVML's samples per process. `own` contains
-    the process ids of this run."""
+    """Reads the share of time in which other processes run kernels on the GPU, from NVML's samples per process. `own`
+    contains the process ids of this run."""
 
     def __init__(self, nvml: Any, handle: Any, own: Collection[int]) -> None:
         self._nvml, self._handle, self._own = nvml, handle, own

@@ -30,7 +30,7 @@ class Fp8Linear(torch.nn.Module):
     maxima: torch.Tensor | None
 
     def __init__(self, base: torch.nn.Linear, recipe: str, largest: torch.Tensor | None = None) -> None:
-        """Cast the weight of `base`. `largest` is the maximum over all layers with the same scale, or None."""
+        """Cast the weight of `base`. If layers share a scale, `largest` is the maximum magnitude of their weights."""
         super().__init__()
         self.in_features, self.out_features, self.recipe = base.in_features, base.out_features, recipe
         weight = base.weight.data

@@ -82,8 +82,8 @@ def _to_device(module: nn.Module, device: torch.device) -> None:
 
 
 class _InTurn(nn.Module):
-    """Mixin that loads a layer's weights before each forward pass. In the list of base classes, it comes after the
-    layer's class. So it runs inside a checkpoint (also during recomputation) and outside compiled code."""
+    """Mixin that loads a layer's weights before each forward pass. The layer's `__call__`, which may checkpoint, calls
+    this one. So recomputation also loads the weights. This one calls nn.Module's, which may be compiled."""
 
     stream: WeightStream
     index: int

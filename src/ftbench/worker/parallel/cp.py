@@ -46,8 +46,8 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 def prepare(made: Any) -> None:
     """Count ring passes, and make ring attention work in 32 bits and on a CPU. The ring's 32-bit kernels do not support
-    grouped-query attention, so keys and values are repeated. On a CPU, make accelerate shard the model and add torch's
-    CPU attention. By default, the ring only supports GPU kernels."""
+    grouped-query attention, so keys and values are repeated. torch's ring supports only GPU kernels, so on a CPU add
+    torch's CPU attention to the ring. `fsdp.prepare` makes accelerate shard the model on a CPU."""
     fsdp.prepare(made)
     grouped = sdpa_attention.use_gqa_in_sdpa
     sdpa_attention.use_gqa_in_sdpa = lambda mask, key, value: key.itemsize < 4 and grouped(mask, key, value)

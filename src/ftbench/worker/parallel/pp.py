@@ -43,7 +43,7 @@ def mesh_of(spec: Experiment) -> Any:
 
 
 def reads(spec: Experiment) -> bool:
-    """Return whether this rank reads weight files. Otherwise it creates random weights without files."""
+    """Return whether this rank reads weight files. If not, it creates random weights in memory."""
     return spec.model.weights == "pretrained" or spec.launch.tp is not None or spec.method.quantised
 
 
