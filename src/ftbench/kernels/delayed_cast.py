@@ -83,8 +83,8 @@ class Maxima:
         self.trained = False
 
     def next_pass(self, model: torch.nn.Module, *_: Any) -> None:
-        """Before a forward pass, make the maxima of the last training pass the maxima of the previous step. Discard
-        maxima from evaluation. All scales stay the same until the next forward pass."""
+        """Start a forward pass: copy the maxima of the last training pass to `previous step`, and set `current step`
+        to 0. Discard maxima from evaluation. All scales stay the same until the next forward pass."""
         # `.data` hides this write from autograd, which may still need the maxima for the backward pass of an earlier
         # forward pass. Example: the reference model runs between the two passes of the policy.
         known, seen = self.values.data.unbind(-1)

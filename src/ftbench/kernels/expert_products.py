@@ -35,7 +35,7 @@ in_rows.register_autograd(lambda _, gradient: gradient)
 
 
 class GroupedExperts:
-    """Mixin that computes all experts of a layer with grouped products. The next base class is transformers' class of
+    """Mixin that computes all experts of a layer with grouped products. The other base class is transformers' class of
     fused experts or `nn.Module`. Gate and up are one parameter. `adapters` maps parameter names to (A, B, scale)."""
 
     adapters: dict[str, tuple[torch.Tensor, torch.Tensor, float]]

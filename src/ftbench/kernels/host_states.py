@@ -55,7 +55,7 @@ class HostStates:
         self._last = None
 
     def _begin(self, parameter: Any) -> None:
-        """Start to copy a parameter's states to the device. First wait for a running copy of them to the host."""
+        """Start to copy a parameter's states to the device. If a copy to the host is still running, wait for it."""
         if parameter not in self._hosts or parameter in self._coming:
             return
         while any(left is parameter for left, _ in self._leaving):

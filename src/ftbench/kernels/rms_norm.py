@@ -154,8 +154,8 @@ class RmsNorm(torch.autograd.Function):
 
 
 class SumRmsNorm(torch.autograd.Function):
-    """Return RMSNorm(x + residual) (tokens, width + room) and x + residual (tokens, width). Extra columns of x are
-    ignored. The gradient of x has the same shape as x, and its extra columns are not initialized."""
+    """Return RMSNorm(x + residual) with `room` uninitialized extra columns, and x + residual (tokens, width). Ignore
+    extra columns of x. The gradient of x has the same shape as x, and its extra columns are not initialized."""
 
     @staticmethod
     def forward(

@@ -39,8 +39,8 @@ def multiply(
     x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, maxima: torch.Tensor | None, short: Any = None
 ) -> torch.Tensor:
     """Return x @ weight' (tokens, out) for x: (tokens, in) and an 8-bit weight (out, in). `factor` undoes the scale of
-    the weight. `maxima` are the maxima of input and gradient for delayed scaling, or None. If x was cast before, pass the
-    cast as `short`: (x in 8 bits, its factor). Then the values of the argument x are not read, only its dtype."""
+    the weight. `maxima` are the maxima of input and gradient for delayed scaling, or None. `short` is None or a cast of
+    x: (x in 8 bits, its factor). With a cast, the values of the argument x are not read, only its dtype."""
     small, scale = short or _cast(x, WEIGHT, None if maxima is None else maxima[0])
     return torch._scaled_mm(small, weight.t(), scale, factor, out_dtype=x.dtype, use_fast_accum=True)
 

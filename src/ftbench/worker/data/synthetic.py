@@ -26,8 +26,8 @@ def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
 
 
 def draw_pairs(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
-    """Return `count` preference pairs. The two sequences of a pair share a prompt: half of the shorter sequence. In
-    tasks, the chosen answer is correct, and a model can learn it. The rejected answer is random."""
+    """Return `count` preference pairs. Both sequences of a pair start with the same prompt. Its length is half of the
+    shorter sequence. In tasks, the chosen answers are correct and can be learned. Rejected answers are random."""
     drawn = draw(dataset, 2 * count, vocab_size)
     noise = _random(np.random.default_rng(dataset.seed + 1), [len(each.ids) for each in drawn[1::2]], vocab_size)
     return [_pair(chosen.ids, rejected, vocab_size) for chosen, rejected in zip(drawn[::2], noise, strict=True)]

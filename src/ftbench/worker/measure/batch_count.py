@@ -32,7 +32,7 @@ class BatchCount:
     tokens: list[bytes] = field(default_factory=list)  # real tokens and image keys, for the order hash
 
     def add(self, other: BatchCount) -> None:
-        """Add the counts of another batch in the same step. `tokens` does not change."""
+        """Add the counts of another batch in the same step, but not its list `tokens`."""
         self.real += other.real
         self.padded += other.padded
         self.labels += other.labels

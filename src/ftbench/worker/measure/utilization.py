@@ -5,7 +5,7 @@ reads them twice per second. After an error, a meter is not read again.
 
 There are two sources for GPU utilization. Hopper and later data-center GPUs have performance monitoring counters (GPM).
 These counters also cover tensor cores and memory. Other GPUs report the utilization of nvidia-smi: the share of the
-last sampling period (up to a second) with a running kernel.
+last sampling period (up to a second) in which a kernel ran.
 """
 
 import math

@@ -97,8 +97,8 @@ class AugmentedGroup(AdapterGroup):
             start += self.sizes[index]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layers' outputs side by side: (tokens, sum of output widths + columns). x is (tokens, width) or
-        (tokens, width + columns). Extra columns of x are overwritten."""
+        """Return the layers' outputs side by side, followed by `self.columns` zero columns. x is (tokens, width), or
+        (tokens, width + self.columns) with extra columns that this call overwrites."""
         return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ _KEEPS = "ftbench_host_memory"  # attribute of the first layer; it holds the hos
 
 
 class _Changed(TrainerCallback):
-    """Callback that calls `change(model)` when training starts and checkpointing is already on in all layers."""
+    """Callback that calls `change(model)` when training starts. The trainer has then turned on checkpointing."""
 
     def __init__(self, change: Any) -> None:
         self._change = change

@@ -82,8 +82,8 @@ def _to_device(module: nn.Module, device: torch.device) -> None:
 
 
 class _InTurn(nn.Module):
-    """Mixin that loads a layer's weights before each forward pass. The layer's `__call__`, which may checkpoint, calls
-    this one. So recomputation also loads the weights. This one calls nn.Module's, which may be compiled."""
+    """Mixin that loads a layer's weights before each forward pass. The layer's `__call__` calls this one inside its
+    checkpoint, so recomputation also loads the weights. Compiled code runs later, in nn.Module's `__call__`."""
 
     stream: WeightStream
     index: int

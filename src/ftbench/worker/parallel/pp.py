@@ -100,7 +100,7 @@ def _placement(spec: Experiment, config: Any) -> dict[str, Any]:
 
 def _pretrained(kind: Any, source: str, config: Any, layers: list[int], arguments: dict[str, Any]) -> Any:
     """Load the model from files, without reading the layers of other ranks. from_pretrained gets a subclass that
-    removes these layers from a new model. After loading, the layers are added again."""
+    removes these layers when it creates the model. After loading, the layers are added again."""
     plain = kind._model_mapping[type(config)]
     away: dict[str, Any] = {}
 
