@@ -256,7 +256,7 @@ def _train(folder: Path, order: dict[str, Any]) -> int:
     request = Order(spec, order["source"].encode(), order["sets"], folder.parents[2])
     result = remote.train(own.path, request, order["gpu"], order["shared"])
     if read_standing(own).done and not read_standing(own).killed:
-        with suppress(OSError):  # not empty: the run is there already
+        with suppress(OSError):  # the destination already has the run
             os.rename(own.path, destination.path)
             return result.exit_code
     rundir.archive(own, destination)

@@ -45,7 +45,7 @@ def check_installed(spec: Experiment) -> None:
     Check the interpreter of ftbench, which prepares the run. Check the interpreter of the framework for the tested
     version.
     """
-    trl.check_installed(spec.model_copy(update={"optimizations": Optimizations()}))  # these need no package here
+    trl.check_installed(spec.model_copy(update={"optimizations": Optimizations()}))  # applied by the framework
     wanted, python = FRAMEWORKS[spec.launch.framework], interpreter(spec.launch)
     if not Path(python).is_file() or not os.access(python, os.X_OK):
         raise MissingError(f"launch.python: {spec.launch.python}: no such interpreter; {wanted.way}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
 SHARED_S = 60.0  # longest delay until a network disk shows a file of another node
-GRACE_S = 8.0  # between SIGTERM and SIGKILL; ftbench waits more than twice as long
+GRACE_S = 8.0  # time between SIGTERM and SIGKILL; less than half of GRACE_S in process.py
 LISTENER = "FTBENCH_RENDEZVOUS"  # variable with the file descriptor of rank 0's listening socket
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")

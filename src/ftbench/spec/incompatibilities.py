@@ -89,7 +89,7 @@ def resolve(spec: Experiment, capability: Capability) -> Experiment:
         sections[section] = sections.get(section, getattr(spec, section)).model_copy(update={name: value})
     decided = spec.model_copy(update=sections)
     made = {key: {"value": value, "reason": reason} for key, (value, reason) in changes.items()}
-    decided.__dict__["_resolved"] = {**spec.resolved, **made}  # like a cached property: equality ignores it
+    decided.__dict__["_resolved"] = {**spec.resolved, **made}  # not a field: == ignores it
     return decided
 
 

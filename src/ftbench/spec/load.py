@@ -277,8 +277,8 @@ _MISSING = object()
 
 
 def spec_keys() -> list[tuple[str, str, str]]:
-    """Return (dotted key, default, description) of every key of a spec. If the default method or objective does not
-    have a key, the description of this key ends with a name, such as `(qlora)`."""
+    """Return (dotted key, default, description) of every key of a spec. For a key that only some methods or objectives
+    have, the description ends with one of these, such as `(qlora)`."""
     rows: dict[tuple[str, ...], tuple[str, str, str]] = {}
     for section, info in Experiment.model_fields.items():
         model = info.annotation

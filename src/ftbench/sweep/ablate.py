@@ -66,7 +66,7 @@ def _refused(spec: Experiment, described: dict[str, Any]) -> str | None:
 
 
 class AblationPlan(Grid):
-    """The plan of an ablation: train the plain `spec` and each of its `variants` `spec.measure.repeats` times.
+    """The plan of an ablation: `spec.measure.repeats` runs of the plain `spec` and of each of its `variants`.
 
     The function `refused` returns the reason why a spec cannot run on this machine, or None."""
 

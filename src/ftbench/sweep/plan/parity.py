@@ -266,7 +266,7 @@ class ParityPlan(Grid):
         runs = [f"{run.run_id} {read_json(run.state).get('ended_at')}" for run in (reference, record.run)]
         kept = self._kept.get(record) or read_json(record.run.agreement)
         same = kept.get("runs", runs) == runs and kept.get("reference", reference.run_id) == reference.run_id
-        if not same or not {"problems", "losses", "tensors"} <= kept.keys():  # earlier versions kept the reference only
+        if not same or not {"problems", "losses", "tensors"} <= kept.keys():  # older files have only the reference
             kept = {"runs": runs} | agreement(reference, record.run)
             write_json(record.run.agreement, kept)
         self._kept[record] = kept

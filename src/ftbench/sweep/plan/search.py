@@ -98,7 +98,7 @@ def edge(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = 
 
 
 def knee(fitting: Sequence[Trial]) -> int | None:
-    """Return the smallest batch size above which speed grows by less than 5 %. Return None without two speeds."""
+    """Return the smallest batch size above which speed gains less than 5 %. Return None for fewer than two speeds."""
     known = sorted((trial.batch, trial.speed) for trial in fitting if trial.speed)
     flat = (batch for i, (batch, speed) in enumerate(known) if all(later < KNEE * speed for _, later in known[i + 1 :]))
     return next(flat) if len(known) > 1 else None
@@ -176,8 +176,8 @@ class Search(Plan):
         family.trials[trial.spec.train.batch_size] = trial_of(trial, now)
 
     def candidates(self, family: Family) -> list[int]:
-        """Return the allowed batch sizes. A batch is not larger than the dataset. It divides the effective batch, and
-        each step has complete groups."""
+        """Return the allowed batch sizes. A batch size must not be larger than the dataset, and must divide the
+        effective batch. A step must have complete groups."""
         spec, batches = family.spec, range(1, (self._effective or LARGEST_BATCH) + 1)
         allowed = [batch for batch in batches if not self._effective or self._effective % batch == 0]
         accumulation, group = spec.train.gradient_accumulation_steps, spec.objective.group
