@@ -29,7 +29,8 @@ def cases(norm: bool):
     gate = adapted_swiglu.constants_of(24, torch.bfloat16 if norm else torch.float32, torch.float8_e5m2, False)
     yield adapted_swiglu._adapted_swiglu_forward, {**gate, "AGAIN": norm}
     yield adapted_swiglu._adapted_swiglu_backward, {**gate, "AGAIN": norm}
-    yield adamw._adamw, {"BLOCK": adamw.BLOCK, "num_warps": 8}
+    plain = dict.fromkeys(("scale1", "numbers1", "scale2", "numbers2"))
+    yield adamw._adamw, {"BLOCK": adamw.BLOCK, "num_warps": 8, **(plain if norm else {})}
     yield swiglu._swiglu_backward, {"BLOCK": swiglu.BLOCK}
     yield rms_norm._rms_norm_forward, {"SUM": norm, **row}
     yield rms_norm._rms_norm_backward, {"SUM": norm, "WIDE": norm, **row}
@@ -42,6 +43,8 @@ def compiled(kernel, constants, dtype, architecture):
     warps = {"num_warps": constants.pop("num_warps", 4)}
     sums = dict.fromkeys(("factor", "maxima", "of_rows", "of_columns"), "*fp32")
     types_of_8_bits = {"small": "*fp8e5", **sums}
+    if "numbers1" in signature(kernel.fn).parameters and "numbers1" not in constants:
+        types_of_8_bits |= {"first": "*u8", "second": "*u8"}
     names = list(signature(kernel.fn).parameters)
     types = {
         name: SCALARS.get(name, "i32") if NUMBERS.fullmatch(name) or name in SCALARS else f"*{dtype}" for name in names

@@ -65,6 +65,7 @@ METHODS = {
     "recipe-smallest-full": ("recipe=smallest-full",),
     "full-in-backward": (*FULL, "optimizations.optimizer_in_backward=on"),
     "full-states-away": (*FULL, "optimizations.optimizer_in_backward=offload"),
+    "full-weights-away": (*FULL, "optimizations.optimizer_in_backward=offload", "optimizations.weight_offload=on"),
     "full-unclipped": FULL,
     "torchao-bf16": ("method=full", "train.optimizer=adamw_torchao_bf16"),
     "torchao-fp32": ("method=full", "train.optimizer=adamw_torchao_fp32"),
@@ -156,10 +157,10 @@ METHODS = {
 FIRST = (
     "lora", "qlora", "full", "recipe-fastest", "recipe-fastest-fp8", "recipe-fastest-full", "recipe-fastest-qlora",
     "recipe-fastest-small", "recipe-small", "recipe-smallest", "recipe-smallest-exact", "recipe-smallest-full",
-    "checkpointing", "weight-offload", "full-unclipped", "full-in-backward", "full-states-away", "checkpoint-offload",
-    "compile", "fp8", "kernels-compile", "kernels-checkpointing", "kernels-fp8-delayed", "fused-lora-compile",
-    "chunked-loss", "varlen", "packing", "experts", "experts-fused", "gpt-oss-attention", "gpt-oss-varlen",
-    "gpt-oss-fastest", "gpt-oss-mxfp4", "unsloth", "unsloth-lora", "unsloth-unequal", "lora-unequal",
+    "checkpointing", "weight-offload", "full-unclipped", "full-in-backward", "full-states-away", "full-weights-away",
+    "checkpoint-offload", "compile", "fp8", "kernels-compile", "kernels-checkpointing", "kernels-fp8-delayed",
+    "fused-lora-compile", "chunked-loss", "varlen", "packing", "experts", "experts-fused", "gpt-oss-attention",
+    "gpt-oss-varlen", "gpt-oss-fastest", "gpt-oss-mxfp4", "unsloth", "unsloth-lora", "unsloth-unequal", "lora-unequal",
     "unsloth-padded", "gpt-oss-unsloth", "small-8b", "smallest-8b", "smallest-exact-8b", "smallest-full-8b",
 )  # fmt: skip
 

@@ -43,7 +43,6 @@ def test_losses_norms_and_weights_are_those_of_a_step_behind_the_backward_pass(t
     ours, theirs = (load_file(run.adapter / "model.safetensors") for run in (within, behind))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert read_json(within.applied)["most_gradients_at_once"] <= 2
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_bnb_8bit"])

@@ -2,7 +2,8 @@
 
 The kernel reads the weight, the gradient and two moments once, and writes the weight and both moments once. If all
 tensors have 16 bits, it moves (4 + 3) * 2 = 14 bytes per weight. It also multiplies the gradient by the clipping
-factor. Clipping in a separate kernel would read and write the gradient once more.
+factor. Clipping in a separate kernel would read and write the gradient once more. It needs no temporary memory.
+torchao's own step copies 8-bit moments to two float32 tensors: 4.6 GiB for the head of Qwen3-8B.
 
 bfloat16 weights and second moments are rounded stochastically. Most updates of a weight are smaller than half of its
 last bit, and the second moment decays by 0.1 % per step. Rounding to the nearest value would discard these changes.
@@ -18,6 +19,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 BLOCK = 2048
+SCALED = constexpr(256)  # values per scale of an 8-bit moment (torchao)
 _A, _B = constexpr(0x7FEB352D), constexpr(0x846CA68B)  # multipliers of lowbias32 (C. Wellons, Hash Functions, 2018)
 
 
@@ -39,10 +41,42 @@ def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
     return values.to(to)
 
 
+@triton.jit
+def _load(moment: tensor, scale: tensor, numbers: tensor, at: tensor, there: tensor) -> tensor:
+    """Load a moment as float32. For an 8-bit moment, `numbers` has the value of each code, and `scale` is not None."""
+    values = tl.load(moment + at, mask=there, other=0)
+    if scale is None:
+        values = values.to(tl.float32)
+    else:
+        values = tl.load(numbers + values.to(tl.int32)) * tl.load(scale + at // SCALED, mask=there, other=0.0)
+    return values
+
+
+@triton.jit
+def _store_codes(
+    values: tensor, codes: tensor, scale: tensor, numbers: tensor, at: tensor, size: tensor, BLOCK: constexpr
+) -> None:
+    """Store a float32 moment in 8 bits, with the scales and codes of torchao's `quantize_8bit_with_qmap`: a binary
+    search in the 256 ascending `numbers`, then the nearer of two neighbors."""
+    ROWS: constexpr = BLOCK // SCALED
+    largest = tl.maximum(tl.max(tl.abs(tl.reshape(values, (ROWS, SCALED))), 1), 1e-12)
+    x = tl.reshape(tl.reshape(values, (ROWS, SCALED)) / largest[:, None], (BLOCK,))
+    code = tl.zeros((BLOCK,), tl.int32)
+    for bit in tl.static_range(8):
+        higher = code + (128 >> bit)
+        code = tl.where(x >= tl.load(numbers + higher), higher, code)
+    above = tl.minimum(code + 1, 255)
+    low, high = tl.load(numbers + code), tl.load(numbers + above)
+    tl.store(codes + at, tl.where(x - low >= (high - low) * 0.5, above, code).to(tl.uint8), mask=at < size)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tl.store(scale + row, largest, mask=row * SCALED < size)
+
+
 @triton.jit(do_not_specialize=["seed"])
 def _adamw(
-    weight: tensor, gradient: tensor, first: tensor, second: tensor, factor: tensor, size: tensor, seed: tensor,
-    lr: tensor, decay: tensor, fresh1: tensor, fresh2: tensor, root: tensor, eps: tensor, BLOCK: constexpr,
+    weight: tensor, gradient: tensor, first: tensor, scale1: tensor, numbers1: tensor, second: tensor, scale2: tensor,
+    numbers2: tensor, factor: tensor, size: tensor, seed: tensor, lr: tensor, decay: tensor, fresh1: tensor,
+    fresh2: tensor, root: tensor, eps: tensor, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     """Update one parameter in place, with g = factor * gradient:
       first += fresh1 * (g - first), second += fresh2 * (g * g - second),
@@ -54,28 +88,39 @@ def _adamw(
     there = at < size
     p = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
     g = tl.load(gradient + at, mask=there, other=0.0).to(tl.float32) * tl.load(factor)
-    m = tl.load(first + at, mask=there, other=0.0).to(tl.float32)
-    v = tl.load(second + at, mask=there, other=0.0).to(tl.float32)
+    m = _load(first, scale1, numbers1, at, there)
+    v = _load(second, scale2, numbers2, at, there)
     m += fresh1 * (g - m)
     v += fresh2 * (g * g - v)
     p = p * decay - lr * m / (tl.sqrt(v) * root + eps)
     bits = _hash(at.to(tl.uint32) ^ seed.to(tl.uint32))
     tl.store(weight + at, _rounded(p, bits & 0xFFFF, weight.dtype.element_ty), mask=there)
-    tl.store(first + at, m.to(first.dtype.element_ty), mask=there)
-    tl.store(second + at, _rounded(v, bits >> 16, second.dtype.element_ty), mask=there)
+    if scale1 is None:
+        tl.store(first + at, m.to(first.dtype.element_ty), mask=there)
+        tl.store(second + at, _rounded(v, bits >> 16, second.dtype.element_ty), mask=there)
+    else:
+        _store_codes(m, first, scale1, numbers1, at, size, BLOCK)
+        _store_codes(v, second, scale2, numbers2, at, size, BLOCK)
+
+
+def _parts(moment: Any) -> tuple[torch.Tensor, Any, Any]:
+    """Return values, scales and the table of codes. A moment that is not in 8 bits has only values."""
+    return (moment.codes, moment.scale, moment.qmap) if hasattr(moment, "qmap") else (moment, None, None)
 
 
 def adamw_step(
-    weight: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, second: torch.Tensor, factor: torch.Tensor,
-    step: int, seed: int, group: dict[str, Any],
+    weight: torch.Tensor, gradient: torch.Tensor, first: Any, second: Any, factor: torch.Tensor, step: int, seed: int,
+    group: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Update a contiguous weight and its moments `first` and `second` in place, as torch.optim.AdamW does. `factor` is
-    a tensor with one number that multiplies the gradient. `step` counts optimizer steps from 1. `seed` is a 32-bit
-    integer that differs for each call. `group` has lr, betas, weight_decay and eps, as in torch.optim.AdamW."""
+    """Update a contiguous weight and its moments `first` and `second` in place, as torch.optim.AdamW does. The moments
+    are tensors or torchao's 8-bit states. `factor` is a tensor with one number that multiplies the gradient. `step`
+    counts optimizer steps from 1. `seed` is a 32-bit integer that differs for each call. `group` has lr, betas,
+    weight_decay and eps, as in torch.optim.AdamW."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     numbers = (
         lr / (1 - beta1**step), 1 - lr * group["weight_decay"], 1 - beta1, 1 - beta2, (1 - beta2**step) ** -0.5,
         group["eps"],
     )  # fmt: skip
-    given = (weight, gradient, first, second, factor, weight.numel(), seed)
+    moments = [part for moment in (first, second) for part in _parts(moment)]
+    given = (weight, gradient, *moments, factor, weight.numel(), seed)
     _adamw[(triton.cdiv(weight.numel(), BLOCK),)](*given, *numbers, BLOCK=BLOCK, num_warps=8)

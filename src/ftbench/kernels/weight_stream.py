@@ -1,4 +1,4 @@
-"""Keep frozen weights in pinned host memory, and copy them layer by layer into two buffers on the device.
+"""Keep weights in pinned host memory, and copy them layer by layer into two buffers on the device.
 
 Even layers share one buffer, and odd layers share the other buffer. Each weight is a view of its layer's buffer, and
 the view never changes. If autograd or bitsandbytes saves this view, it is valid whenever the layer is loaded.
@@ -6,6 +6,9 @@ the view never changes. If autograd or bitsandbytes saves this view, it is valid
 When a layer starts (forward or recomputation), the weights of the next layer are copied into the other buffer, on a
 separate CUDA stream. The copy waits until the device has finished all queued work, because this work may still read the
 buffer. Each layer waits for the copy of its own weights. Only the device waits, and the CPU continues.
+
+The backward pass may update weights in their buffer (`trained`). Before another layer uses the buffer, the new weights
+are copied to the host.
 """
 
 from __future__ import annotations
@@ -127,8 +130,8 @@ class WeightStream:
 
     head: HostMatrix | None = None
 
-    def __init__(self, layers: Iterable[Sequence[Weight]], copies: Copies) -> None:
-        self.copies = copies
+    def __init__(self, layers: Iterable[Sequence[Weight]], copies: Copies, trained: bool = False) -> None:
+        self.copies, self._trained = copies, trained
         self._hosts: list[torch.Tensor] = []
         packed = [self._packed(weights) for weights in layers]
         sizes = [host.nbytes for host in self._hosts]
@@ -140,6 +143,7 @@ class WeightStream:
                 put(view(self.buffers[index % 2], offset, shape))
         self.turns = [0] * len(sizes)
         self._there: list[int | None] = [None, None]
+        self._changed = [False, False]  # whether a buffer has weights that are newer than those on the host
         self._ready: list[Any] = [None, None]
         self._last = -1
 
@@ -162,6 +166,7 @@ class WeightStream:
         if self._there[index % 2] != index:
             self._fetch(index)
         self.copies.wait_for(self._ready[index % 2])
+        self._changed[index % 2] |= self._trained and torch._C._current_graph_task_id() >= 0  # in a backward pass
         following = self._following(index)
         if following is not None and self._there[following % 2] != following:
             self._fetch(following)
@@ -180,6 +185,9 @@ class WeightStream:
 
     def _fetch(self, index: int) -> None:
         slot, host = index % 2, self._hosts[index]
+        if (before := self._there[slot]) is not None and self._changed[slot]:
+            self.copies.start(self._hosts[before], self.buffers[slot][: self._hosts[before].nbytes])
+            self._changed[slot] = False
         self._ready[slot] = self.copies.start(self.buffers[slot][: host.nbytes], host)
         self._there[slot] = index
 

@@ -36,8 +36,8 @@ def _torchao(name: str) -> Any:
     from torchao import optim
 
     if name == "adamw_torchao_8bit":
-        return type("AdamW8bit", (_RateOnHost, optim.AdamW8bit), {"__module__": optim.__name__})
-    dtype = {"adamw_torchao_fp32": torch.float32, "adamw_torchao_bf16": torch.bfloat16}[name]
+        return type("AdamW8bit", (_SteppedByKernel, optim.AdamW8bit), {"__module__": optim.__name__})
+    dtype = STATES[name.rpartition("_")[2]][0]
 
     def new_buffer(self: Any, p: torch.Tensor, signed: bool) -> torch.Tensor:
         return torch.zeros_like(p, dtype=dtype)
@@ -46,11 +46,15 @@ def _torchao(name: str) -> Any:
     return type("AdamW", (_SteppedByKernel, optim._AdamW), own)
 
 
-class _RateOnHost:
-    """Mixin that keeps the learning rate of a torchao optimizer on the host.
+class _SteppedByKernel:
+    """Mixin that updates each parameter with one kernel. torchao's own step takes 0.5 ms of host time per parameter.
 
-    The learning rate is a tensor. accelerate moves it to the GPU, and every read from the GPU would synchronize.
+    `factor` is a scalar on the device. The kernel multiplies the gradients by `factor` to clip them. The learning rate
+    is a tensor that stays on the host. accelerate would move it to the GPU, where every read would synchronize.
     """
+
+    factor: torch.Tensor | None = None
+    by_kernel: bool | None = None
 
     def load_state_dict(self: Any, state: Any) -> None:
         rates = [group["lr"] for group in self.param_groups]
@@ -58,19 +62,12 @@ class _RateOnHost:
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate.fill_(float(group["lr"]))
 
-
-class _SteppedByKernel(_RateOnHost):
-    """Mixin that updates each parameter with one kernel. torchao's own step takes 0.5 ms of host time per parameter.
-
-    `factor` is a scalar on the device. The kernel multiplies the gradients by `factor` to clip them.
-    """
-
-    factor: torch.Tensor | None = None
-
     def is_by_kernel(self: Any) -> bool:
         """Return whether the kernel supports all parameters. With FSDP, check only this rank's shards."""
-        plain = all(_is_plain(p) for group in self.param_groups for p in group["params"])
-        return plain and self.bf16_stochastic_round and not any(group.get("amsgrad") for group in self.param_groups)
+        if self.by_kernel is None:  # `step` may run once per parameter
+            plain = all(_is_plain(p) for group in self.param_groups for p in group["params"])
+            self.by_kernel = plain and self.bf16_stochastic_round
+        return bool(self.by_kernel)
 
     @torch.no_grad()
     def step(self: Any, closure: Any = None) -> Any:

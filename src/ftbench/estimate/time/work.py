@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ftbench.core import flops
 from ftbench.core.flops import vision_per_patch
 from ftbench.estimate.memory.share import FLOAT, share
-from ftbench.estimate.memory.weights import fetched_head, kept_by, matrices, optimizer_state
+from ftbench.estimate.memory.weights import fetched_head, kept_by, matrices, on_host, optimizer_state
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.model import TrainableShape, vision_matmul
 from ftbench.estimate.workload.plan import DTYPE_BYTES, Fused, TrainingPlan, is_upcast, plan_of
@@ -116,8 +116,11 @@ def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, bat
         work["offload.states"] = optimizer_state(*kept_by(shape.model, plan))
     if plan.streamed:
         model = shape.model
-        work["offload.weights"] = sum(count * matrices(layer, plan) for layer, count in model.kinds)
+        work["offload.weights"] = layers = sum(count * matrices(layer, plan) for layer, count in model.kinds)
         work["offload.head"] = fetched_head(model, plan)
+        if plan.full:  # layers return to the host after their update; embedding and head are updated over the link
+            work["offload.states"] = work.get("offload.states", 0.0) + 2 * layers
+            work["offload.head"] += on_host(model, plan) - layers
     if batch.patches and shape.model.vision:
         _add_images(work, spec, plan, shape.model.vision, batch)
     started = operations(plan, shape, batch, again) * sharding_of(spec.launch).micro

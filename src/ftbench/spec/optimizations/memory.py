@@ -34,8 +34,13 @@ def _gradient_checkpointing(spec: Experiment) -> Iterator[str]:
 
 def _weight_offload(spec: Experiment) -> Iterator[str]:
     name, method = "optimizations.weight_offload", spec.method
-    if method.name == "full":
-        yield f"{name} keeps frozen weights in host memory, and method full trains all weights: use lora or qlora"
+    if method.name == "full" and not spec.optimizations.optimizer_in_backward:
+        yield (
+            f"{name} with method full updates weights while they are on the GPU: set "
+            "optimizations.optimizer_in_backward to on or offload, or use lora or qlora"
+        )
+    if method.name == "full" and (spec.measure.save_adapter or spec.measure.keep_weights):
+        yield f"{name} cannot save a model: set measure.save_adapter and keep_weights to off"
     if method.mxfp4:
         yield f"{name} does not support experts in MXFP4: set it to off"
     if isinstance(method, Qlora) and method.upcast and not method.mxfp4:
@@ -91,7 +96,7 @@ OPTIMIZATIONS = {
         needs_gpu=True,
     ),
     "weight_offload": Optimization(
-        description="keep frozen weights in pinned host memory; the weights of a layer are copied to the GPU while the "
+        description="keep base weights in pinned host memory; the weights of a layer are copied to the GPU while the "
         "previous layer computes",
         not_with_unsloth="unsloth manages its weights itself: set it to off",
         excludes={

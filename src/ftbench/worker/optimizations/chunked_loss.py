@@ -64,9 +64,8 @@ def chunked_loss(
     (batch, length). `positions` are the indices of the labels in the flattened `labels`. The hidden state at p - 1
     predicts the label at p. `size` is the number of labels per chunk. `softmax` is `probabilities` or its compiled
     version."""
-    weight, bias = _whole(head.weight), _whole(head.bias)
     given = (labels, positions, softmax or probabilities, size, torch.is_grad_enabled())
-    return _Loss.apply(hidden, weight, bias, *given)
+    return _Loss.apply(hidden, head.weight, head.bias, *given)
 
 
 def _whole(parameter: Any) -> Any:
@@ -94,7 +93,7 @@ class _Loss(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, labels: torch.Tensor, positions: torch.Tensor,
         softmax: Any, size: int, learning: bool,
     ) -> torch.Tensor:  # fmt: skip
-        given = (hidden, weight, bias)
+        given = hidden, weight, bias = hidden, _whole(weight), _whole(bias)
         wanted = [learning and is_wanted for is_wanted in ctx.needs_input_grad[:3]]
         gradients = [torch.zeros_like(part) if is_on else None for part, is_on in zip(given, wanted, strict=True)]
         total = hidden.new_zeros((), dtype=torch.float32)

@@ -19,11 +19,10 @@ _STEPS = "steps_in_backward"  # attribute of the model: the object that updates 
 class StepsInBackward(TrainerCallback):
     """Update each parameter when its gradient is complete, store the norm of the gradient, and free the gradient. The
     trainer's optimizer step then finds no gradients and does nothing. `counts` is the number of updates of each
-    parameter. `most` is the maximum number of gradients that existed at the same time."""
+    parameter."""
 
     def __init__(self, offload: bool) -> None:
         self.counts: dict[Any, int] = {}
-        self.most = 0
         self.states: HostStates | None = None
         self._offload, self._norms = offload, dict[Any, torch.Tensor]()
 
@@ -35,8 +34,6 @@ class StepsInBackward(TrainerCallback):
         setattr(base_model(model), _STEPS, self)
 
         def step(parameter: Any) -> None:
-            if not self.counts[parameter]:
-                self.most = max(self.most, sum(each.grad is not None for each in trained))
             self.counts[parameter] += 1
             self._norms[parameter] = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
             if self.states is None:
@@ -69,10 +66,9 @@ def attach(loop: Any, spec: Experiment) -> None:
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
     steps = getattr(base_model(model), _STEPS, None)
-    if steps is None:
+    if steps is None or steps.states is None:
         return {}
-    away = {} if steps.states is None else {"optimizer_states_on_host_gb": steps.states.bytes / GIB}
-    return {"most_gradients_at_once": steps.most, **away}
+    return {"optimizer_states_on_host_gb": steps.states.bytes / GIB}
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
@@ -87,8 +83,6 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     left = [name for name in trained if name not in stepped and part_of(name) not in unread]
     if left or steps is None:
         return [f"optimizations.optimizer_in_backward is {setting} and {left[0]} was not stepped in the backward pass"]
-    if steps.most > max(2, len(steps.counts) // 2):
-        return [f"optimizations.optimizer_in_backward is {setting} and {steps.most} gradients existed at the same time"]
     if steps.states is not None and not steps.states.bytes:
         return ["optimizations.optimizer_in_backward is offload and no optimizer state is in host memory"]
     return []

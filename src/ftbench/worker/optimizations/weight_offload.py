@@ -1,6 +1,7 @@
-"""Keep frozen weights in host memory. The model is loaded into host memory (`model/loading.py`). The weights of a layer
+"""Keep weights in host memory. The model is loaded into host memory (`model/loading.py`). The weights of a layer
 are copied to the device before the layer computes (`kernels/weight_stream.py`). The embedding stays on the host, and
-the device reads single rows of the embedding. The chunked loss copies the head to the device."""
+the device reads single rows of the embedding. The chunked loss copies the head to the device. Trained layers are copied
+back after their update in the backward pass. The optimizer updates a trained embedding and head in host memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +42,8 @@ def keep_on_host(model: Any, spec: Experiment, device: torch.device) -> Any:
     """Move a model from host memory to the device, and return it. The matrices of the layers, the embedding and the
     head stay in host memory."""
     copies = Copies(device)
-    stream = WeightStream(([*_matrices(layer)] for layer in decoder_layers(model)), copies)
+    layers = ([*_matrices(layer)] for layer in decoder_layers(model))
+    stream = WeightStream(layers, copies, trained=spec.method.name == "full")
     embedding, head = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
     if spec.optimizations.chunked_loss:
         stream.head = HostMatrix(head.data, copies)
@@ -130,7 +132,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     for index, layer in enumerate(decoder_layers(model)):
         left = [
             name for name, parameter in layer.named_parameters()
-            if parameter.ndim >= 2 and not parameter.requires_grad
+            if parameter.ndim >= 2 and (spec.method.name == "full" or not parameter.requires_grad)
             and parameter.untyped_storage().data_ptr() != buffers[index % 2]
         ]  # fmt: skip
         if left:
