@@ -327,17 +327,17 @@ def main() -> None:
 `scripts/memory_estimates.py` writes this page from the committed runs in `results/h200`. The script estimates the
 memory of each run with the batch shape that the run really had, and compares the estimate with the measured memory. The
 constants of `src/ftbench/facts/estimator.yaml` were fitted to the runs marked "fitted". The "held out" runs were not
-used for the fit. They are one third of the experiments, chosen by a hash of the settings, and all runs with images.
-Some terms of the formulas were not fitted. They count the tensors that autograd saves or, with compiled layers, the
-tensors that AOTAutograd's partitioner saves. The terms of unsloth and Liger come from the source code of these
-libraries and were checked with the runs on this page. The checkpointing of unsloth needs up to 0.6 GiB (2 to 6 %) more
-than its source code explains. The runs in `results/h200/grid` (`scripts/studies/grid`) were estimated before the runs
-were made. Three terms were corrected after a comparison with fitted runs: 8-bit optimizer states of embeddings,
+used for the fit. One third of the experiments (chosen by a hash of the settings) and all runs with images are "held
+out". Some terms of the formulas were not fitted. These terms count the tensors that autograd saves or, with compiled
+layers, the tensors that AOTAutograd's partitioner saves. The terms of unsloth and Liger come from the source code of
+these libraries and were checked with the runs on this page. The checkpointing of unsloth needs up to 0.6 GiB (2 to 6 %)
+more than its source code explains. The runs in `results/h200/grid` (`scripts/studies/grid`) were estimated before the
+runs were made. Three terms were corrected after a comparison with fitted runs: 8-bit optimizer states of embeddings,
 activations in host memory, and the logits of batches smaller than a chunk (`results/h200/launch-bound`).
 
-This page excludes {some(len(older), "older run")}: {", ".join(older)}. In these runs, the chunked loss computed the
-logits twice (`chunked (ftbench)` in applied.json). The current chunked loss computes the logits once. Another older run
-with `chunked_loss`, {PROFILED}, kept the gradient of one chunk together with the logits of the next chunk (0.58 GiB
+This page excludes {some(len(older), "older run")}: {", ".join(older)}. In the excluded runs, the chunked loss computed
+the logits twice (`chunked (ftbench)` in applied.json). The current chunked loss computes the logits once. Another older
+run with `chunked_loss`, {PROFILED}, kept the gradient of one chunk together with the logits of the next chunk (0.58 GiB
 with 2,048 tokens of Qwen3). The estimate of this run is too low by 0.58 GiB.
 
 The ranges of the estimates were fitted to contain 90 % of the fitted runs. The last column of the table shows the share
@@ -353,14 +353,14 @@ with recorded memory peaks of small models. The allocated memory agrees within 2
 (`tests/estimate/test_recorded_peaks.py`), and the range of these families is ±{percent(UNSEEN_SPREAD)}. Strategies
 without measured runs (all except {measured_strategies}) have a range of ±15 %. This page excludes runs of other
 frameworks (`launch.framework`) and runs on shared GPUs (`measure.share_gpu`). Device memory is the value that the
-driver reports (NVML, nvidia-smi). This value includes about 0.6 GiB that the driver itself needs. The verdict *fits*
+driver reports (NVML, nvidia-smi). Device memory includes about 0.6 GiB that the driver itself needs. The verdict *fits*
 compares the estimated device memory with the memory that cudaMemGetInfo reports for a process (`facts/gpus.yaml`:
-probed or published). On cards with display outputs, ftbench subtracts 0.5 GiB for a screen.
+probed or published). On cards with display outputs, ftbench subtracts 0.5 GiB for a screen from this memory.
 
-Estimates of reserved memory are least accurate for very small models and for batches of varying length. In these cases,
-the allocator's pool depends on the order of the requested sizes. Therefore the range of reserved memory includes three
-extra amounts: free blocks that are too small to be reused at the peak (`_not_reused` in estimate/memory/estimate.py),
-the minimum size of the allocator's segments, and kernels that are loaded late.
+Estimates of reserved memory are least accurate for very small models and for batches of varying length. For such models
+and batches, the allocator's pool depends on the order of the requested sizes. Therefore the range of reserved memory
+includes three extra amounts: free blocks that are too small to be reused at the peak (`_not_reused` in
+estimate/memory/estimate.py), the minimum size of the allocator's segments, and kernels that are loaded late.
 
 The runs in this table ran out of memory. A correct estimate of such a run is *does not fit* or *uncertain*.
 {len(wrong)} of these runs were estimated as *fits*:

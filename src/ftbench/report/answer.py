@@ -133,7 +133,7 @@ def left_out_text(ranked: Sequence[Ranking], left_out: Mapping[str, int]) -> tup
         counts[_SHARED[differing[0]]] += other.runs
         if differing[0] in _PLACE and rate_of(other.winner) > highest:
             highest = rate_of(other.winner)
-            faster = f" The fastest of them: {other.name(other.winner)}, {_speed(other.winner)}."
+            faster = f" The fastest run that was left out: {other.name(other.winner)}, {_speed(other.winner)}."
     if not counts:
         return "", {}
     words = [f"{count:,} {reason}" for reason, count in counts.items()]
@@ -202,7 +202,7 @@ def _lead(ranking: Ranking) -> str:
         words.append(times(pairs[1].speed, ranking.name(plain)))
     keys = dict.fromkeys(fact.key for pair in pairs for fact in pair.differences)
     also = f" They also differ in {units.listed(list(keys), _MOST_NAMED)}." if keys else ""
-    return f"It is {'; '.join(words)}.{also}"
+    return f"The fastest recipe is {'; '.join(words)}.{also}"
 
 
 def times(ratio: Ratio | None, name: str) -> str:
