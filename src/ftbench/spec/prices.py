@@ -175,7 +175,7 @@ class Amount:
 
 
 def amount(price: Price, seconds: float, watts: float) -> Amount | None:
-    """Return the cost of `seconds` of training on one rented GPU. Without a rent, use the cost of an owned GPU."""
+    """Return the cost of `seconds` of training on one GPU: the rent or, without a rent, the cost of an owned GPU."""
     costs = hourly_costs(price, None, None, watts, seconds / 3600)
     amounts = (Amount(each.per_night, each.currency, each.way) for each in costs if each.per_night is not None)
     return next(amounts, None)
