@@ -104,7 +104,7 @@ def _by_driver(name: str) -> Gpu | None:
 
 
 def gpus_called(text: str) -> list[Gpu]:
-    """Return the GPUs that match each word of a name: `rtx4090`, `4090`, `h100-pcie`, `A100 SXM 80GB`."""
+    """Return the GPUs that match all words of `text`, such as `rtx4090`, `4090`, `h100-pcie` or `A100 SXM 80GB`."""
     words = _words(text)
     several = len(words) > 1  # `40` matches a memory size only after another word: `A100 40`
     return [gpu for gpu in gpus()

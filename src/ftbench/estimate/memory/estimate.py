@@ -238,10 +238,10 @@ def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float
 
 
 def verdict_of(allocated: Band, device: Band, has: Capacity) -> Verdict:
-    """Return whether a run fits into the memory of a GPU.
+    """Return the verdict for a run on a GPU: `fits`, `does not fit` or `uncertain`.
 
-    The allocator frees unused blocks before an out-of-memory error. Therefore "does not fit" means that the tensors do
-    not fit, even without unused blocks."""
+    torch's allocator frees its unused blocks before an out-of-memory error. Therefore the verdict is `does not fit`
+    only if the tensors and the CUDA context need more memory than the GPU has."""
     if device.high - RESERVE <= has.usable - has.margin:
         return "fits"
     return "does not fit" if allocated.low + CONTEXT_LEAST > has.usable else "uncertain"
@@ -267,8 +267,8 @@ SlackBasis = dict[str, float]  # name of a constant to the GiB that it multiplie
 def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
     """Return {constant name: GiB} for tensors that may leave unused blocks in the allocator's pool.
 
-    The logits of ftbench's chunked loss do not count, because its blocks have one size and are reused. The optimizer's
-    temporary tensors first reuse free blocks of the backward pass. Only the rest counts."""
+    The logits of ftbench's chunked loss do not count, because all chunks reuse the same blocks. The optimizer's
+    temporary tensors first reuse free blocks of the backward pass, so only those in new blocks count."""
     logits = 0.0 if case.plan.loss == "chunked" else ends.logits(case.model, case.plan, case.batch)
     transient = logits + ends.head_cast(case.model, case.plan)
     acts = named["loss"].get("activations", 0) + named["loss"].get("checkpoints", 0)

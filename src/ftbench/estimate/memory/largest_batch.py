@@ -1,4 +1,4 @@
-"""Find the largest batch size that fits a GPU, and cache memory estimates. Similar GPUs share one estimate."""
+"""Find the largest batch size that fits a GPU, and cache memory estimates for GPUs of the same generation."""
 
 from bisect import bisect_left
 from collections.abc import Callable

@@ -155,10 +155,10 @@ def attention(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def before_rotation(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes per token of queries and keys that are saved before the rotary embedding.
+    """Return the bytes per token of unrotated queries and keys, which are saved in addition to the rotated ones.
 
-    A compiled head norm saves these tensors and recomputes its output. ftbench's kernel always saves these tensors. If
-    one product computes q, k and v, the kernel also saves v. Tensors that `fused_outputs` counts are not included."""
+    A compiled norm of queries and keys saves its input and recomputes its output. ftbench's rotary kernel also saves
+    unrotated tensors, and v if one product computes q, k and v. Tensors in `fused_outputs` are not included."""
     together = plan.fused == "augmented" and plan.targets >= _PROJECTIONS
     if together or not (layer.head_norms or plan.triton):
         return 0.0

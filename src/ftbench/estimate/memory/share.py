@@ -187,7 +187,7 @@ def offloaded(model: ModelShape, plan: TrainingPlan, sharding: Sharding) -> floa
     """Return the host memory in bytes that the offloaded states of all GPUs need.
 
     The states are the optimizer state, and the float32 weights and gradients of trained parameters. With `params`, the
-    16-bit weights are added if they are separate tensors."""
+    16-bit weights are added. Full fine-tuning with FSDP does not store 16-bit weights."""
     if sharding.offload == "none":
         return 0.0
     name, count, _, embedding = weights.kept_by(model, plan)

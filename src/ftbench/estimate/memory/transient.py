@@ -59,11 +59,11 @@ def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
 
 
 def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes in the forward pass of a checkpointed layer for the batch, without the layer's input.
+    """Return the peak bytes for the batch in the forward pass of a checkpointed layer, without the layer's input.
 
     A compiled layer returns all tensors for the backward pass at the end of its graph, so all of them exist together.
-    The adapter outputs of gate and up, or the layer's output, are added. A layer without compile needs the residual
-    stream, its normalized values, and these tensors of the MLP:
+    If gate and up have separate adapter outputs, these are added. Otherwise, the layer's output is added. A layer
+    without compile needs the residual stream, its normalized values, and these tensors of the MLP:
 
     - peft: the output of gate. For up, the output of the base layer, the output of the adapter, and their sum.
     - `separate`: for gate and for up, the base output, the adapter output, and their sum.
@@ -135,7 +135,7 @@ def dequantised(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fp8_casts(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes for the batch while the widest input of a layer (of down_proj) is cast to 8 bits.
+    """Return the peak bytes for the batch while the input of down_proj, a layer's widest input, is cast to 8 bits.
 
     Two float32 copies and the 8-bit result exist (kernels/small_products.py, `cast`). A compiled layer writes only the
     8-bit result."""

@@ -92,7 +92,7 @@ class Recommendation:
 
 
 def recommend(goal: Goal, memory_cache: MemoryCache | None = None) -> Recommendation:
-    """Return the ranked variants for a goal. Raise SpecError if the model or the speed of all GPUs is unknown."""
+    """Return the ranked variants for a goal. Raise SpecError for an unknown model, or if no GPU has a known speed."""
     unrated = dict[Gpu, str]()  # GPU → why its speed in the spec's precision is not known
     for gpu in goal.gpus:
         try:
@@ -193,10 +193,10 @@ def alternative(spec: Experiment, gpu: Gpu, history: RunHistory) -> Option | Non
 
 
 def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
-    """Return the rows per step on each data-parallel rank that reach the effective batch.
+    """Return how many rows each data-parallel rank must train per step, so that the step has the effective batch.
 
-    Return None if any number is allowed, and 0 if no number is possible. With packing, the samples per step may differ
-    from the effective batch by 10 % (PACKED)."""
+    Return None if any number is allowed, and 0 if no number works. With packing, the samples per step may differ from
+    the effective batch by 10 % (PACKED)."""
     shares = sharding_of(smallest.launch).data
     if goal.effective_batch is None:
         return None

@@ -141,7 +141,7 @@ def _methods(request: RecommendRequest) -> tuple[str, ...]:
 
 
 def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[str]:
-    """Return an error message with the allowed words and the most similar word. Return [] for an allowed word."""
+    """Return [] if `word` is allowed. Otherwise return [message] with the allowed words and the most similar word."""
     try:
         known(word, words, kind)
     except ValueError as error:
@@ -150,7 +150,7 @@ def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[st
 
 
 def _effective(request: RecommendRequest, spec: Experiment, history: RunHistory) -> int | None:
-    """Return the samples per step from `--effective-batch` or from the spec. Return None if any number is allowed."""
+    """Return the samples per step from `--effective-batch`, the spec, or a default. None: any number is allowed."""
     if request.effective_batch == ANY:
         return None
     if request.effective_batch is None and names_model(request.spec):

@@ -139,7 +139,7 @@ def _share_of_sheet(gpu: Gpu) -> float:
 
 
 def _slowed(power: float) -> float:
-    """Return a board's relative speed. `power` is its power limit, divided by the power for full speed."""
+    """Return a GPU's speed as a share of full speed. `power` is `power limit / power that full speed needs`."""
     return float(min(1.0, power) ** _POWER_EXPONENT)
 
 

@@ -199,7 +199,7 @@ def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: B
 
 
 def _logits(spec: Experiment, plan: TrainingPlan, batch: Batch) -> tuple[str, float]:
-    """Return a name for the memory traffic of the loss, and its bytes per vocabulary entry."""
+    """Return a kind of work for the loss, and the bytes that the loss moves per micro-batch and vocabulary entry."""
     if plan.loss == "pairs":
         return "logits.chunked", batch.positions * (_PAIR_LOGIT + (plan.reference != "none") * _REFERENCE_LOGIT)
     bytes_ = (_OUR_LOGIT_COMPILED if plan.compiled else _OUR_LOGIT) if spec.optimizations.chunked_loss else _LOGIT

@@ -65,7 +65,7 @@ def concatenates(spec: Experiment) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The mean micro-batch of a group. The group has the share `weight` of all micro-batches.
+    """The mean of a group of similar micro-batches. `weight` is the group's share of all micro-batches, from 0 to 1.
 
     `positions` counts tokens and padding, and `real` only tokens. `square` is the number of query-key pairs per layer
     without a window. With `masked`, attention computes all query-key pairs instead of the causal half. `joined` is the

@@ -1,6 +1,6 @@
 """Predict the largest batch of a spec before its data is read. This batch determines the memory peak.
 
-For synthetic data, the prediction is exact. For real data, the prediction has an upper bound."""
+For synthetic data, the prediction is exact. For real data, the prediction is a range of batch shapes (`Largest`)."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
 
 
 def _whole(layout: Layout, lengths: Lengths) -> bool:
-    """Return whether each row of attention has one sample, and all rows have the same length.
+    """Return whether each row in attention contains one sample, and all rows have the same length.
 
     This is the case if every sample has max_length tokens. This is also the case if rows of one sample are padded to a
-    fixed length (worker/data/collate.py, `_concatenated`). A packed row has one sample if no two samples fit."""
+    fixed length (worker/data/collate.py, `_concatenated`). A packed row has one sample if two samples never fit."""
     if lengths.min() == layout.max_length or not (layout.flat and layout.fixed):
         return bool(lengths.min() == layout.max_length)
     return not layout.packing or len(lengths) < 2 or bool(np.sort(lengths)[:2].sum() > layout.max_length)

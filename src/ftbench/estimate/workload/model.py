@@ -20,7 +20,7 @@ from ftbench.spec.reading import read_config
 
 
 def check_modelled(spec: Experiment) -> None:
-    """Raise SpecError if no formula exists for the memory and time of a spec. The message names a similar spec.
+    """Raise SpecError if a spec has no formula for memory and time. The message suggests settings or a short run.
 
     Formulas are missing for objectives with prompts (grpo), for methods that users add, for `launch.settings: best` of
     other frameworks, and for some settings of unsloth."""
