@@ -362,8 +362,8 @@ and batches, the allocator's pool depends on the order of the requested sizes. T
 includes three extra amounts: free blocks that are too small to be reused at the peak (`_not_reused` in
 estimate/memory/estimate.py), the minimum size of the allocator's segments, and kernels that are loaded late.
 
-The runs in this table ran out of memory. A correct estimate of such a run is *does not fit* or *uncertain*.
-{len(wrong)} of these runs were estimated as *fits*:
+The runs in this table ran out of memory, so a correct estimate is *does not fit* or *uncertain*. {len(wrong)} of these
+runs were estimated as *fits*:
 
 | run | verdict |
 |---|---|

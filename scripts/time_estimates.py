@@ -45,7 +45,7 @@ GPUS = {gpu.name: gpu for gpu in gpus()}
 HEAD = """# How far the time of `ftbench estimate` is off
 
 `scripts/time_estimates.py --write` writes this page from the committed runs in `results/h200`. The page includes runs
-with at least five steady steps. Shorter runs are also included if their step times agree within 5 % (coefficient of
+with at least five steady steps. Runs with fewer steps are included if their step times agree within 5 % (coefficient of
 variation). For the estimate of a run, the coefficients are fitted to other runs, without any run of the same step. Runs
 on several GPUs have a separate table and do not change the coefficients. This page excludes runs of other frameworks,
 runs on shared GPUs, and runs of older code. The older code computed the logits of the chunked loss twice, or ran ZeRO-3
@@ -56,10 +56,10 @@ of ZeRO have a wider range.
 While the GPU computes, Python code on the CPU (the *host*) starts the next kernels. The slower of GPU and host
 determines the time of a step. The time of the GPU is a sum of terms. Each term is
 `coefficient * FLOPs / rate of large matrix products`, or `coefficient * bytes / memory bandwidth`. In the table,
-"value" is the coefficient after the fit, "without runs" is the coefficient before the fit, and "runs" counts the runs
+"value" is the coefficient after the fit, and "without runs" is the coefficient before the fit. "runs" counts the runs
 in which the term takes at least 5 % of the step. The rates of a GPU come from `ftbench probe`. Without a probe, the
-rates come from publications or from the data sheet. Measured times of similar runs do not scale an estimate. Such
-scaling would change the mean error from 5.7 to 5.4 % on the H200, and from 16 to 32 % for the four steps of
+rates come from publications or from the data sheet. ftbench does not scale estimates with the measured times of similar
+runs. Such scaling would change the mean error from 5.7 to 5.4 % on the H200, and from 16 to 32 % for the four steps of
 `results/h100`.
 
 """
@@ -274,7 +274,7 @@ def main() -> None:
         f"{coefficient_table(terms)}\n{as_text(rows)}If the fit excludes all runs with the same method and "
         f"optimizations, the mean error is {percent(mean)} and the largest error is {percent(worst)}.\nIf the fit "
         f"excludes all runs of the same model, the mean error is {percent(errors_of(models)[0])}. Ranges that were "
-        f"fitted to the other models contain {percent(coverage(models))} of the runs of a model.\nThe range of an "
+        f"fitted without a model contain {percent(coverage(models))} of the runs of this model.\nThe range of an "
         f"estimate is from `expected time / factor` to `expected time * factor`. The factor is {factors}.\n\n## "
         f"Several GPUs\n\n{as_text(several)}"
     )

@@ -118,7 +118,7 @@ CONTROLS = {
     "loss_over_padding": "padding tokens contribute to the loss",
     "prompts_not_masked": "prompt tokens contribute to the loss",
     "packed_samples_see_each_other": "samples of a packed row attend to each other",
-    "accumulation_divisor": "each micro-batch has the same weight, whatever its number of label tokens",
+    "accumulation_divisor": "each micro-batch has the same weight, independent of its number of label tokens",
 }
 DAMAGED, RECORDED = "a control", "recorded for a parity check"  # first words of the warnings of such runs
 GRADED = tuple(CONTROLS)[2:]  # the controls that `ftbench parity --controls all` runs

@@ -17,9 +17,9 @@ _BEFORE = ("import", "prepare_data", "load", "setup")  # the phases before the f
 _DIVISION = ("launch.", "train.batch_size", "train.gradient_accumulation_steps", "train.max_steps", "train.epochs",
             "dataset.samples", "measure.")  # fmt: skip
 _WORDS = (
-    "tokens/s is the sum over all GPUs. 100 % scaling is the speed of one GPU with the same recipe, times the number "
-    "of GPUs. With weak scaling, each GPU trains the batch of the single GPU. With strong scaling, all GPUs together "
-    "train this batch. Skew is the share of a step in which an average GPU waits for the GPU with the most tokens."
+    "tokens/s is the sum over all GPUs. 100 % scaling is the speed of one GPU with this recipe, times the number of "
+    "GPUs. With weak scaling, each GPU trains the batch of the single GPU. With strong scaling, all GPUs share the "
+    "batch of the single GPU. Skew is the share of a step that an average GPU waits for the GPU with the most tokens."
 )
 
 
