@@ -80,8 +80,8 @@ def vision_per_patch(shape: VisionMatmulShape, length: float, recompute: float =
 
 
 def linear_per_token(shape: MatmulShape) -> int:
-    """Return the FLOPs of one token in the weight matrices of the layers. The forward pass and the input gradient need
-    2 N each. The weight gradient of trained weights needs another 2 N. Adapters are trained and need 6 N."""
+    """Return the FLOPs of one token in the layers' matrices. A matrix with N weights needs 2 N in the forward pass, 2 N
+    for the input gradient, and 2 N for the weight gradient if it is trained. Adapters are always trained."""
     return 4 * shape.base + 2 * shape.base_trained + 6 * shape.adapters
 
 

@@ -54,7 +54,7 @@ class Gpu:
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """Return all GPUs of the table. The most specific names come first."""
+    """Return all GPUs of facts/gpus.yaml in the order of the file (the most specific names first)."""
     return tuple(_gpu(row) for row in read_facts("gpus.yaml"))
 
 
@@ -83,8 +83,8 @@ def find_gpu(driver_name: str) -> Gpu | None:
 
 
 def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
-    """Return the table's GPU for an entry of machine.json, or None for an unknown GPU. If the power limit is below the
-    board power, the result has the power limit as `watts`."""
+    """Return the GPU of facts/gpus.yaml for a GPU in machine.json, or None for an unknown GPU. If the driver limits the
+    power to less than the board power, `watts` is this limit."""
     gpu = find_gpu(described["name"]) if described and described.get("name") else None
     limit = described.get("power_limit_w") if described else None
     return replace(gpu, watts=limit) if gpu and limit and limit < gpu.watts else gpu
@@ -92,7 +92,7 @@ def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
 
 @cache
 def canonical_name(name: str) -> str:
-    """Return the table's name of a GPU. `name` is the driver's or the table's name. Other names stay unchanged."""
+    """Return the name in facts/gpus.yaml for this name or for a driver's name. Return an unknown name unchanged."""
     if any(gpu.name == name for gpu in gpus()):
         return name
     gpu = find_gpu(name)

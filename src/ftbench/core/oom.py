@@ -31,7 +31,7 @@ class Oom:
     """An out-of-memory error.
 
     Attributes:
-        kind: Source: allocator, driver, cublas, cudnn, nccl or bitsandbytes (device memory), host, kernel (OOM killer).
+        kind: allocator, driver, cublas, cudnn, nccl or bitsandbytes (GPU memory); host or kernel (CPU memory).
         bytes_requested: Size of the failed allocation, None if unknown.
     """
 

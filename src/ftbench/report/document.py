@@ -20,8 +20,8 @@ ANSWER = "answer"  # the key of the section that a report begins with
 class Table:
     """A table of text.
 
-    `context` has values that are equal in all rows, for the title. `notes` are shown below the table. `text` has the
-    headings of additional left-aligned columns.
+    `context` has values that are equal in all rows, for the title. `notes` are shown below the table. The columns in
+    `_WORDS` and in `text` are left-aligned, other columns right-aligned.
     """
 
     context: dict[str, str]

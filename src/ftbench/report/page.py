@@ -60,7 +60,7 @@ def _code(text: str) -> Markup:
 
 
 def _numbers(records: Sequence[Record]) -> list[str]:
-    """Return the number of each run for links on the page."""
+    """Return the number of each run as text, for links. A run without a number gets its position from 1."""
     return [number_of(record) or str(index) for index, record in enumerate(records, 1)]
 
 

@@ -91,7 +91,7 @@ def show(name: str, paths: Sequence[Path]) -> Shown:
 
 
 def shown(run: RunDir, records: Sequence[Record] = ()) -> Shown:
-    """Return a run with its verdict and suggestions. `records` are all runs of the report, for the rank of this run."""
+    """Return a run with its verdict, its suggestions, and its rank among `records` (all runs of the report)."""
     summary = read_summary(run)
     rank = rank_text(str(run.path), groups.cells_of(groups.runs_of(records))) if records else ""
     document = read_json(run.profile / KERNELS)

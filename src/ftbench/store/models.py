@@ -55,7 +55,7 @@ class Empty(BaseModel):
 
 
 def _model(title: str, base: type[FileModel] = FileModel, /, **keys: Any) -> Any:
-    """Create a model with these keys. Keys are optional, except keys with a type marked by `_need`."""
+    """Create a pydantic model with these keys. A key is required if `_need` marks its type, otherwise optional."""
     fields: dict[str, Any] = {
         key: (kind.type, ...) if isinstance(kind, _Need) else (kind, None) for key, kind in keys.items()
     }
@@ -67,7 +67,7 @@ class _Need(NamedTuple):
 
 
 def _need(kind: Any) -> Any:
-    """Mark a key of a model as required. `kind` is the type of its value."""
+    """Mark a key of a pydantic model as required. `kind` is the type of the value."""
     return _Need(kind)
 
 
@@ -178,12 +178,12 @@ MODELS: dict[str, type[FileModel]] = {
 
 
 def model_of(path: Path) -> type[FileModel]:
-    """Return the model for the name of a file (`state.json`) or for the name of its folder (`probe`)."""
+    """Return the pydantic model for a JSON file, by the name of the file (`state.json`) or its folder (`probe`)."""
     return MODELS.get(path.name) or MODELS.get(f"{path.parent.name}/*.json", FileModel)
 
 
 def check(document: Any, model: type[BaseModel]) -> None:
-    """Raise ValueError if a document does not fit its model. The message names the first wrong key."""
+    """Raise ValueError if a JSON document does not fit its pydantic model. The message names the first wrong key."""
     try:
         model.model_validate(document)
     except ValidationError as error:

@@ -118,7 +118,7 @@ def completion_rates(steady: Sequence[StepRow]) -> tuple[dict[str, float | None]
 
 
 def rewards(everything: Sequence[StepRow]) -> dict[str, float | None]:
-    """Return reward accuracy and margin of the last dpo step, and the rewards of the first and the last grpo step."""
+    """Return the last `reward_accuracy` and `reward_margin` (dpo), and `reward_first` and `reward_last` (grpo)."""
     train = [row for row in everything if row.phase == "train"]
     pairs = [row for row in train if row.reward_accuracy is not None]
     judged = [row.reward for row in train if row.reward is not None]

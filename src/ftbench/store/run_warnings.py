@@ -127,7 +127,7 @@ def _per_position(steady: Sequence[StepRow]) -> list[float]:
 
 
 def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int) -> float | None:
-    """Return device time / wall time - 1 of the steady steps. Return None for a short window.
+    """Return `device time / wall time - 1` of the steady steps, or None for fewer than MINIMUM_STEADY steps.
 
     The wall time comes from the host clock, which is independent of device events. Evaluations are subtracted.
     """

@@ -170,7 +170,7 @@ class Steps:
         return [int(number or 0) for number in self.columns["step"]]
 
     def per_step(self, above: str, below: str) -> dict[int, float]:
-        """Return {step: above / below} for two columns. Warm-up steps and steps with a missing value are left out."""
+        """Return {step: column `above` / column `below`}, without warm-up steps and without steps that lack a value."""
         steady = list(zip(self.numbers, self.columns[above], self.columns[below], strict=True))[self.warmup :]
         return {step: a / b for step, a, b in steady if a and b and a > 0 and b > 0}
 

@@ -58,8 +58,8 @@ def differences(pair: Pair) -> list[str]:
 def difference_lists(pairs: Sequence[Pair]) -> tuple[list[str], dict[int, list[str]]]:
     """Return numbered lists of differences, for notes below a table.
 
-    Differences that always occur together share a list. Each list starts with its row numbers, because a narrow table
-    may hide the column of list numbers.
+    Differences that always occur together share a list. Each list starts with the numbers of its table rows. A narrow
+    table may hide the column that refers to the lists.
 
     Returns:
         The texts of the lists, and {id of a pair: numbers of its lists}.

@@ -56,8 +56,8 @@ def _recipe(facts: Mapping[str, str]) -> str:
 
 
 def _shipped(facts: Mapping[str, str]) -> str | None:
-    """Return the shipped recipe that matches with the fewest additional optimizations. Append these optimizations to
-    its name. `plain` matches only without additional optimizations."""
+    """Return the shipped recipe that a run uses, and additional optimizations: `fastest + triton kernels`. Choose the
+    recipe with the fewest additions; `plain` allows no additions. Return None if no recipe fits."""
     fitting, on = {}, _on(facts)
     for name, keys in _outcomes():
         extra = {key: text for key, text in on.items() if keys.get(key, "off") == "off" and name not in PLAIN}
@@ -90,7 +90,7 @@ def recipe_keys() -> dict[str, dict[str, str]]:
 
 
 def framework_words(facts: Mapping[str, str]) -> str:
-    """Return the start of a name: `axolotl `, `axolotl's best ` (best settings), or "" without a framework."""
+    """Return a prefix for names: `axolotl `, or `axolotl's best ` with best settings. Empty without a framework."""
     name = facts.get(FRAMEWORK, "")
     return name and name + ("'s best " if facts.get(SETTINGS) == "best" else " ")
 
@@ -181,11 +181,11 @@ _SHOWN = ("model.id", "model.weights", "dataset.name", "method.name", "train.bat
 def varying_keys(specs: Sequence[Mapping[str, str]], labels: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the spec keys that vary between runs and need a column in the table.
 
-    If runs with the same label (model or data set) have the same value of a key, the key does not need a column.
+    The model and the data set of a run have labels. A key that the label determines does not need a column.
 
     Args:
         specs: the settings of each run.
-        labels: for each section of the spec, the label of each run.
+        labels: {section of the spec (`model`, `dataset`): label of each run}.
     """
     seen: dict[str, dict[str, None]] = {}
     for spec in specs:

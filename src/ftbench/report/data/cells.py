@@ -111,7 +111,7 @@ class Cell:
 
     @property
     def workload(self) -> tuple[str, str, str]:
-        """Model, weights and data set."""
+        """The model id, `pretrained` or `random` (the weights), and the label of the data set."""
         return self.facts.get("model.id", ""), self.facts.get("model.weights", ""), self.runs[0].data
 
     @property
