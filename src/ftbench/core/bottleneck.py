@@ -117,15 +117,15 @@ def _arithmetic_or_memory(bottleneck: Bottleneck) -> tuple[str | None, str]:
 
 
 def _in_kernels(row: StepRow) -> float | None:
-    """Return the share of a step in which kernels ran. Subtract LAUNCH_S per allocated block (about one per kernel)."""
+    """Return the share of a step in which kernels ran: `gpu_busy - LAUNCH_S * allocations / step_time_s`."""
     if row.gpu_busy is None or not row.allocations or not row.step_time_s:
         return row.gpu_busy
     return max(0.0, row.gpu_busy - LAUNCH_S * row.allocations / row.step_time_s)
 
 
 def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time: bool = False) -> float | None:
-    """Return a share of the time of all steps. `values` has a share of each step; the mean is weighted by step time.
-    With `of_time`, `values` has seconds of each step, and the result is sum of values / sum of step times."""
+    """Return a share of the time of all steps. By default, `values` has one share per step, and the result is the mean
+    weighted by step time. With `of_time`, `values` has seconds per step: return sum(values) / sum(step times)."""
     known = ((row, value) for row, value in zip(steady, values, strict=True) if value is not None)
     pairs = [(row.step_time_s or 0.0, value) for row, value in known if math.isfinite(value)]
     seconds = sum(time for time, _ in pairs)

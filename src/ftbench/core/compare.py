@@ -275,7 +275,7 @@ class BreakEven:
 def break_even(baseline: Pace, candidate: Pace) -> BreakEven:
     """Return the steps in which the candidate has needed less time than the baseline for the same number of samples.
 
-    The time is `start_s + samples / samples_per_s`. A change of the faster side within the first step is ignored."""
+    The time is `start_s + samples / samples_per_s`. A break-even within the first step becomes `at once` or `never`."""
     later = candidate.start_s - baseline.start_s
     gain = 1 / baseline.samples_per_s - 1 / candidate.samples_per_s
     if later <= 0 <= gain:

@@ -51,8 +51,8 @@ def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[i
 
     @cache
     def best(start: int, left: int) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-        """Split the layers from `start` on into `left` stages. Return the smallest (largest cost, largest size, sum of
-        squared costs) of all splits, and the number of layers of each stage in this split."""
+        """Split the layers from `start` on into `left` stages. Minimize the largest cost, then the largest size, then
+        the sum of squared costs. Return these three values, and the number of layers of each stage."""
         if left == 1:
             last = cost[-1] - cost[start]
             return (last, size[-1] - size[start], last**2), (layers - start,)

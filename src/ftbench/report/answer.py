@@ -97,8 +97,8 @@ class Ranking:
         return cell.recipe if len({each.batch for each in self.cells}) == 1 else f"{cell.recipe} at batch {cell.batch}"
 
     def against(self, baseline: Cell, cell: Cell | None = None) -> Pair:
-        """Compare a cell (repeated runs of one spec) with a baseline. The default cell is the fastest. Differences that
-        the names already show are left out."""
+        """Return the comparison of a cell (by default the fastest cell) with a baseline. Leave out the differences that
+        the names of the cells show."""
         pair = pair_of("method.name", cell or self.winner, baseline, noise=self.noise)
         return replace(pair, differences=tuple(
             fact for fact in pair.differences if not fact.key.startswith(_IN_NAMES)
@@ -184,7 +184,7 @@ def _speed(cell: Cell) -> str:
 
 
 def _rounds(ranking: Ranking) -> str:
-    """Return the runs per recipe as text: `: three rounds, one card, one commit`, or "" for one recipe or one run."""
+    """Return the number of runs per recipe: `: three rounds, one card, one commit`. Empty for one recipe or run."""
     least, *_, most = sorted([len(cell.runs) for cell in ranking.best] * 2)
     if len(ranking.best) == 1 or most == 1:
         return ""

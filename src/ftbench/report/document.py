@@ -91,7 +91,7 @@ class Section:
 class Report:
     """A report before formatting.
 
-    `axes` are record fields that get a column. If `runs` is true, the report includes the table of runs.
+    `axes` are record fields, one column each. If `runs` is true, the report includes the table of runs.
     """
 
     records: Sequence[dict[str, Any]]
@@ -147,7 +147,7 @@ def formatted(name: str, text: Callable[[Any], str] = str) -> Callable[[Record],
 
 
 def names_of(cell: Cell) -> Record:
-    """Return a flat dict that identifies a cell (repeated runs of one spec): model, GPU, data, name and others."""
+    """Return a flat dict that identifies a cell (repeated runs of one spec): `model`, `gpu`, `run_ids`, `state`, …."""
     facts = cell.facts
     return {
         "model": facts.get("model.id", ""), "gpu": facts["gpu"], "data": cell.runs[0].data, "name": cell.name,

@@ -125,8 +125,8 @@ def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Seq
 def _curves(records: Sequence[Record]) -> Record | None:
     """Return the loss curves of the fastest recipes, one curve per recipe and GPU. Return None if no loss fell.
 
-    `lines` has the name and SVG path of each curve in a square of 100 by 100. `steps` and `losses` are the ends of the
-    axes."""
+    `lines` has (name, SVG path) of each curve, in a square of 100 by 100 units. `steps` and `losses` are the lowest
+    and the highest value of the axes."""
     runs = [(cell, run) for cell in cells_of(runs_of(records)) for run in cell.valid
             if figure(run.record, "loss.last") is not None]  # fmt: skip
     runs.sort(key=lambda pair: (pair[1].steady, _hourly(pair[1])))

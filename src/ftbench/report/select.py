@@ -75,7 +75,7 @@ def _values(option: str, name: str, records: Sequence[Record]) -> tuple[Values, 
 
 
 def _columns(records: Sequence[Record]) -> dict[str, tuple[Values, bool]]:
-    """Return {name: (values, whether higher is better)}. Headings override spec keys, and spec keys override fields."""
+    """Return {column: (values, whether higher is better)}. Headings override spec keys; spec keys override fields."""
     specs = [spec_facts(RunDir(Path(record["path"]))) for record in records]
     keys = list(dict.fromkeys(key for spec in specs for key in spec))
     fields = dict.fromkeys(name for record in records for name in record)
@@ -127,8 +127,8 @@ def _number(value: object) -> float | None:
 
 
 def _fitting(values: Values, sign: str, wanted: str) -> list[bool]:
-    """Return one bool per value: whether the value matches. If no value equals `wanted`, `=` matches texts that contain
-    `wanted`."""
+    """Return one bool per value: whether the value fits the condition. For `=` and `!=`, search for values that equal
+    `wanted`. If there are none, search for texts that contain `wanted`."""
     numbers = list(map(_number, values))
     if sign in _ORDERED:
         limit = _number(wanted)

@@ -35,7 +35,7 @@ _BATCH, _ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A change of a spec, or another command: name, effect, `--set` values, and the command that runs it."""
+    """A suggestion after a run: name, expected effect, `--set` values for the spec, and the command to type."""
 
     name: str
     effect: str

@@ -1,5 +1,5 @@
-"""Describe this machine: GPUs, driver, limits, clocks, CPU, versions, measured peak rates. NVML is needed, torch is
-not.
+"""Describe this machine: GPUs, driver, limits, clocks, CPU, versions, measured peak rates. GPU facts come from NVML,
+not from torch.
 
 Unknown values are None. Only environment variables of an allow-list are recorded, because others may be secret."""
 

@@ -51,9 +51,9 @@ def _highest(values: list[float]) -> float:
 
 
 def _shares(rows: Sequence[StepRow]) -> list[StepRow]:
-    """Return one row for each group of ranks with the same batch. The loss of a row is the mean over the group.
+    """Return one row for each data-parallel group: the ranks with the same batch. The loss is the mean over the group.
 
-    Ranks of a group usually have equal losses. With context parallelism, each rank has a part of every sequence.
+    With context parallelism, losses differ within a group, because each rank has a part of every sequence.
     """
     members: dict[int | None, list[StepRow]] = {}
     for index, row in enumerate(rows):
@@ -111,8 +111,8 @@ def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
 def stages(run: RunDir, count: int) -> dict[str, Any]:
     """Return `layers` (of each pipeline stage) and `bubble` of a run with `count` ranks. Return {} without a pipeline.
 
-    `bubble` is the share of a pass in which a rank does not compute, as a mean over ranks. The time of a
-    pass is the time of the slowest rank, because the last stage finishes early.
+    A pass is the forward and backward pass of all micro-batches. Its time is the time of the slowest rank, because
+    the last stage finishes early. `bubble` is `1 - mean computing time of the ranks / time of the pass`.
     """
     parts = [read_json(run.of_rank(rank).applied).get("parallel", {}) for rank in range(count)]
     if not parts or "split" not in parts[0]:

@@ -36,7 +36,7 @@ def of_steps(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[st
 
 
 def _of_images(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float]:
-    """Return the FLOPs of the vision encoder and the projector: (without recomputation, with recomputation)."""
+    """Return the FLOPs of vision encoder and projector in the steady steps, without and with recomputation."""
     shape = _shape(config, "vision_shape", flops.VisionMatmulShape)
     patches = total(row.image_patches for row in steady)
     length = dataset.get("images", {}).get("patches", {}).get("weighted_mean")

@@ -31,7 +31,7 @@ class Noise:
 
 
 def noise_of(cells: Iterable[Cell], comparisons: int = 1, *, sittings: bool = True) -> Noise:
-    """Estimate the noise between repeated runs. A cell contains the repeated runs of one spec."""
+    """Return the noise of speed and energy between the runs of a cell (repeated runs of one spec)."""
     cells = list(cells)
     spread = {name: core.spread_between(cell.values(name) for cell in cells) for name in (TOKENS, SAMPLES, ENERGY)}
     return Noise(spread, comparisons, sittings)
@@ -214,7 +214,7 @@ def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
 
 
 def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:
-    """Return the ratios of first-step times: cold / cold, warm / warm, and compiled / not compiled."""
+    """Return {state of the compiler cache: ratio of first-step times}. One of the two sides may be uncompiled."""
     before, after = baseline.first_steps(), cell.first_steps()
     ratios = {state: core.ratio_of_runs(before.get(state) or before.get("none") or [], values)
               for state, values in after.items()}  # fmt: skip

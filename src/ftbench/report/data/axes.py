@@ -108,7 +108,7 @@ def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
 
 
 def on_axis(axis: str, key: str) -> bool:
-    """Return whether `key` belongs to the compared key `axis`. For example, `recipe` includes all optimizations."""
+    """Return whether `key` is the compared key `axis` or a part of it. Optimizations are parts of `recipe`."""
     if axis == RECIPE and any(key in keys for keys in recipe_keys().values()):
         return True
     return key == axis or (axis in (OPTIMIZATIONS, RECIPE) and key.startswith("optimizations."))

@@ -81,7 +81,7 @@ class Cell:
     """The repeated runs of one spec on one kind of machine.
 
     `facts` has the settings and facts about the machine, including `gpu`. If the runs disagree on a fact, its text
-    lists all values. `way` is the recipe or method. Cells with equal workload and batch have different values of `way`.
+    lists all values. `way` is the recipe or method, with more settings if two cells would have the same name.
     """
 
     facts: Mapping[str, str]
@@ -96,7 +96,7 @@ class Cell:
 
     @property
     def recipe(self) -> str:
-        """The recipe or method, without the number of samples or steps. This number only changes the training time."""
+        """The recipe or method, without numbers of samples, steps or epochs, which only change the training time."""
         return _DURATION.sub("", self.way)
 
     @property
@@ -111,7 +111,7 @@ class Cell:
 
     @property
     def workload(self) -> tuple[str, str, str]:
-        """The model id, `pretrained` or `random` (the weights), and the label of the data set."""
+        """The model id, the weights (`pretrained` or `random`), and the label of the data set."""
         return self.facts.get("model.id", ""), self.facts.get("model.weights", ""), self.runs[0].data
 
     @property

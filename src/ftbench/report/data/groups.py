@@ -129,8 +129,8 @@ def with_axes(runs: Sequence[Run]) -> tuple[list[Record], list[str]]:
     """Add a unique `label` and the settings that vary to the records of runs.
 
     Returns:
-        The records, with a field `spec.<key>` for each varying key that no other column of the table shows. The names
-        of these fields, the most important first.
+        Records and field names. The records have a field `spec.<key>` for each varying key that needs a column. The
+        names of these fields are sorted by importance.
     """
     labels = {"model": [str(run.record["model"]) for run in runs], "dataset": [run.data for run in runs]}
     keys = varying_keys([run.spec for run in runs], labels)
@@ -168,7 +168,7 @@ def _merged(group: Sequence[Record]) -> Record:
 
 
 def way_of(facts: Mapping[str, str]) -> str:
-    """Return the recipe or method. Add the objective if it is not sft, and the GPUs if there are several."""
+    """Return the recipe or method, such as `lora` (objective sft, one GPU) or `lora by dpo on 2 GPUs (fsdp)`."""
     gpus, objective = facts.get(GPUS, "1"), facts.get("objective.name", "sft")
     by = "" if objective == "sft" else f" by {objective}"
     return recipe_name(facts) + by + ("" if gpus == "1" else f" on {gpus} GPUs ({facts.get(STRATEGY)})")

@@ -40,7 +40,7 @@ def _watts(figure: Figure) -> float | None:
 
 
 def with_costs(records: Sequence[Record], prices: Prices, hours: float) -> list[Record]:
-    """Add the fields `cost.rent.*` and `cost.owned.*`. In failed and contended runs, these fields are None."""
+    """Return the records with added costs: `cost.rent.*` and `cost.owned.*`, None for failed and contended runs."""
     costs = [_costs_of_run(record, prices, hours) for record in records]
     empty = dict.fromkeys(name for amounts in costs for name in amounts)
     return [record | empty | amounts for record, amounts in zip(records, costs, strict=True)]
