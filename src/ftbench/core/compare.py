@@ -266,7 +266,7 @@ class Pace:
 @dataclass(frozen=True, slots=True)
 class BreakEven:
     """The steps in which the candidate has trained more samples than the baseline. `when` is `at once` (all steps),
-    `never`, `after` (after step `steps`) or `until` (until step `steps`). Steps are counted on the candidate."""
+    `never`, `after` (after step `steps`) or `until` (until step `steps`). `steps` are steps of the candidate."""
 
     when: str
     steps: float | None = None

@@ -92,7 +92,7 @@ def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
 
 @cache
 def canonical_name(name: str) -> str:
-    """Return the name in facts/gpus.yaml for this name or for a driver's name. Return an unknown name unchanged."""
+    """Convert the driver's name of a GPU to its name in facts/gpus.yaml. Return any other name unchanged."""
     if any(gpu.name == name for gpu in gpus()):
         return name
     gpu = find_gpu(name)

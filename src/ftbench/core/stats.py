@@ -30,10 +30,10 @@ def total(values: Iterable[float | int | None]) -> float:
 def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) -> int:
     """Return the number of warm-up steps.
 
-    The second half of the run shows the steady speed. Its step times have the median m, the standard deviation d (from
-    the median absolute deviation) and the 90th percentile p. Warm-up starts with the first step and ends when a later
-    step takes at most `m + max(0.1 * m, 3 * d)` seconds. If a step of the first half took more than `2 * p` or compiled
-    a graph, warm-up lasts at least until this step. At most half of the steps are warm-up.
+    The second half of the run shows the steady speed: `median`, `deviation` (from the median absolute deviation) and
+    `p90` of its step times. Warm-up ends before the first later step that takes at most
+    `median + max(0.1 * median, 3 * deviation)`. Warm-up includes every step of the first half that compiled a graph or
+    took more than `2 * p90`. At most half of the steps are warm-up.
     """
     n = len(times)
     if n < 2:

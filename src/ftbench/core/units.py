@@ -116,8 +116,8 @@ _WORDINGS = {  # regular expression of a sentence in committed runs → its curr
 
 
 def reworded(text: str) -> str:
-    """Return a sentence of an older run in the current wording. Use the singular after 1, and put a space before
-    `%`."""
+    """Return a sentence of an older run in the current wording. `1 steps` becomes `1 step`, and `5%` becomes
+    `5 %`."""
     text = _SHARE.sub(" %", text)
     for old, new in _WORDINGS.items():
         text = re.sub(old, new, text)

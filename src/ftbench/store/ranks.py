@@ -93,7 +93,7 @@ def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
     """Return the section `ranks` of a summary. The section is empty for a single rank.
 
     `count` is the number of ranks. `spread` has the lowest and the highest step time and memory of all ranks.
-    `memory_gb` has the memory peaks of each rank. `token_skew` comes from the function with this name.
+    `memory_gb` has the memory peaks of each rank. `token_skew` is the share of a step spent waiting.
     """
     if len(ranks) < 2:
         return {}

@@ -75,8 +75,8 @@ def _named(slow: Sequence[dict[str, Any]]) -> str:
 def drift(steady: Sequence[StepRow]) -> float | None:
     """Return the relative change of the step time during the steady window (+0.05: 5 % slower), or None if unknown.
 
-    Batches differ in length. Therefore a change must appear in the step times and in the times per padded token. The
-    smaller of the two changes is returned.
+    Batches differ in length. Therefore a change must appear in the step times and in the times per padded token.
+    Return the smaller of the two changes, or 0 if they have opposite signs.
     """
     raw = stats.drift([row.step_time_s or 0.0 for row in steady])
     per_position = stats.drift(_per_position(steady))
@@ -195,7 +195,7 @@ def diverged(summary: dict[str, Any], with_nan: bool) -> str:
 
     Args:
         summary: Summary of the run. Older summaries have a warning instead of the section `learning`.
-        with_nan: Whether steps.csv contains NaN. Warnings about damaged lines then also count.
+        with_nan: Whether steps.csv contains NaN. If true, a warning about a damaged line can also be returned.
     """
     starts = ("the loss is not a number", *(["steps.csv: line"] if with_nan else []))
     warned = [str(text) for text in summary["warnings"] if text.startswith(starts)]

@@ -214,7 +214,7 @@ def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
 
 
 def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:
-    """Return {state of the compiler cache: ratio of first-step times}. One of the two sides may be uncompiled."""
+    """Return {state of the compiler cache: ratio of first-step times, cell / baseline}. `none`: not compiled."""
     before, after = baseline.first_steps(), cell.first_steps()
     ratios = {state: core.ratio_of_runs(before.get(state) or before.get("none") or [], values)
               for state, values in after.items()}  # fmt: skip

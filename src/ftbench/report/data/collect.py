@@ -74,10 +74,10 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Record:
 
 
 def _on_one_basis(record: Record) -> Record:
-    """Replace the counted samples per second by real tokens per second / mean sample length in tokens.
+    """Set samples per second to `real tokens per second / mean sample length in tokens`, and energy accordingly.
 
-    A short window may contain mostly long or mostly short samples, so the counted rate is noisy. The counted rate is
-    kept if a figure is unknown or if the model generated the tokens (grpo).
+    A rate from counted samples is noisy, because a short window may contain mostly long or mostly short samples. This
+    rate is only kept if a figure is unknown or if the model generated the tokens (grpo).
     """
     counted, tokens = record.get("samples_per_s"), record.get("tokens_per_s.real")
     known = counted and tokens and record.get(_PER_SAMPLE) is not None

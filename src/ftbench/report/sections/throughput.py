@@ -104,7 +104,7 @@ def _shares(cell: Cell) -> int:
 
 
 def _single(cell: Cell, group: Sequence[Cell], samples: int) -> Cell | None:
-    """Return a cell on one GPU with `samples` samples per step (if possible with the batch size of `cell`), or None."""
+    """Return a one-GPU cell with `samples` samples per step, or None. Prefer a cell with the batch size of `cell`."""
     cells = [other for other in group if other.gpus == 1 and other.figure(TOKENS) and _samples(other) == samples]
     batch = "train.batch_size"
     return max(cells, key=lambda other: other.facts.get(batch) == cell.facts.get(batch), default=None)
