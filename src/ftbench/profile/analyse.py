@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ftbench.core.rows import BACKWARD
 from ftbench.core.units import some
 from ftbench.profile.trace import GLOO, LAUNCH, Trace
 from ftbench.profile.work import COMMUNICATION, GROUPS, OTHER, DeviceWork, PhaseSpans, complement, union
@@ -30,7 +29,7 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
     busy_ms, total = _length(busy), sum(each.end - each.begin for each in work)
     steps = len(trace.steps)
     before_ms = None if step_before_s is None else step_before_s * 1e3
-    groups, backward = _groups(work, total), sum(each.end - each.begin for each in work if each.phase == BACKWARD)
+    groups = _groups(work, total)
     return {
         "schema": SCHEMA,
         "device": "cuda" if trace.kernels else "cpu",
@@ -42,7 +41,6 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
         "busy_share": busy_ms / (end - begin),
         "busy_share_unprofiled": min(1.0, busy_ms / steps / before_ms) if before_ms and trace.kernels else None,
         "covered_share": 1 - sum(group["share"] for group in groups if group["group"] == OTHER) if total else None,
-        "backward_share": backward / total if total else None,
         "groups": groups,
         "kernels": _kernels(work, total),
         "phases": _phases(trace, phases, work, gaps),

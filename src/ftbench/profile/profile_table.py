@@ -80,14 +80,12 @@ def _head(document: dict[str, Any]) -> list[tuple[str, str]]:
         busy += f"; {units.percent(document['busy_share_unprofiled'])} of the steps just before the profile"
     waits = document.get("host_waits_ms")  # older profiles do not have this key
     left = [] if waits is None else [f"{waits / document['steps']:.3f} ms of a step are left until launch-bound"]
-    per_step, work = [idle[key] / document["steps"] for key in ("ms", "gaps")], "kernels" if on_gpu else "operators"
+    per_step = [idle[key] / document["steps"] for key in ("ms", "gaps")]
     return [
         ("step", step),
         ("busy", busy),
         ("idle", "{:.3f} ms per step, in {:,.0f} gaps".format(*per_step)),
         *(("host", text) for text in left),
-        ("backward", f"{units.percent(document['backward_share'])} of the time of all {work}, with recomputed "
-                     "activations"),
         *(("warning", text) for text in document.get("warnings", [])),
     ]  # fmt: skip
 

@@ -24,7 +24,6 @@ from ftbench.core.rows import BACKWARD, CLIP, DATA, FORWARD, LOSS, METRICS, OPTI
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import STEPS_BEFORE_PROFILE, Experiment
 from ftbench.store.rundir import SNAPSHOT, TRACE, WINDOW, RunDir, write_json
-from ftbench.worker import parallel
 from ftbench.worker.optimizations import chunked_loss
 from ftbench.worker.parallel.stages import Pipeline, Stage
 
@@ -32,11 +31,6 @@ SCHEMA = 1
 _TIMED = 3
 _MOST_EVENTS = 400_000  # recorded events of the allocator
 _LATEST = 20  # from this step on, profile even if layers are still compiled
-
-
-def spreads_over_cpus(on_gpu: bool) -> bool:
-    """Return whether several ranks train on CPUs and exchange tensors through gloo."""
-    return parallel.rank() is not None and not on_gpu
 
 
 class Profiler(TrainerCallback):
@@ -105,11 +99,16 @@ class Profiler(TrainerCallback):
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(
             activities=activities,
-            record_shapes=spreads_over_cpus(self._on_gpu),  # NCCL records sent bytes, gloo does not
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._count, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(self._folder / TRACE)),
         )
         self._profiler.start()
+        if self._on_gpu:
+            # CUPTI gives the first kernels wrong times, and the profiler drops them (pytorch#192021). Under FSDP on two
+            # GPUs, it dropped all kernels. These kernels take the place of the first ones.
+            for _ in range(64):
+                torch.ones(1, device="cuda")
+                torch.cuda.synchronize()
 
     def _next(self, step: int, first: int) -> None:
         """Advance the profiler after a step. Wait for the device before the first and after the last profiled step. The

@@ -12,7 +12,7 @@ from ftbench.errors import SpecError
 from ftbench.estimate.gpus import RESERVE, Capacity, capacity
 from ftbench.estimate.memory import ends
 from ftbench.estimate.memory.phases import GATHERED, MemoryCase, Parts, checkpoints_on_host, peak, phases
-from ftbench.estimate.memory.share import offloaded
+from ftbench.estimate.memory.share import free_in_other_streams, offloaded
 from ftbench.estimate.memory.weights import fetched_head, kept_by, on_host, optimizer_state, paged_state
 from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.model import check_modelled, is_rough, shape_of
@@ -142,7 +142,7 @@ def estimate_memory(
         raise SpecError(str(error)) from None
     has, known = capacity(gpu, total), known or constants()
     spread = ROUGH_SPREAD if is_rough(spec) else _spread(case, known)
-    allocated, reserved, device = _tiers(case, named, (least, most), known, spread)
+    allocated, reserved, device = _tiers(case, named, (least, most), known, spread, has)
     phase, _ = peak(named)
     parts = {name: part * known.allocated_factor / GIB for name, part in named[phase].items() if part > 0}
     return MemoryEstimate(
@@ -197,11 +197,12 @@ def _case(
 
 
 def _tiers(
-    case: MemoryCase, named: dict[str, Parts], ends: tuple[float, float], known: Constants, spread: float
+    case: MemoryCase, named: dict[str, Parts], ends: tuple[float, float], known: Constants, spread: float, has: Capacity
 ) -> list[Band]:
     """Return the allocated, reserved and device memory in GiB, with their ranges.
 
-    `ends` are the peak bytes with the smallest likely batch and with the largest possible batch."""
+    `ends` are the peak bytes with the smallest likely batch and with the largest possible batch. On a full card, the
+    allocator frees the blocks of other streams."""
     phase, size = peak(named)
     lowest, at_peak, highest = (each * known.allocated_factor / GIB for each in (ends[0], size, ends[1]))
     below = SHARDED_BELOW if spread == SHARDED_SPREAD else spread
@@ -222,7 +223,9 @@ def _tiers(
         reserved.low + outside - share * max(0.0, outside - CONTEXT_LEAST), reserved.expected + outside,
         reserved.high + outside + share * more,
     )  # fmt: skip
-    return [allocated, reserved, device]
+    apart = free_in_other_streams(case.model, case.plan, case.sharding, named[phase].get("gradients", 0.0)) / GIB
+    expected, high = (max(0.0, min(apart, has.total - has.margin - end)) for end in (device.expected, device.high))
+    return [allocated, *(Band(tier.low, tier.expected + expected, tier.high + high) for tier in (reserved, device))]
 
 
 def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float:

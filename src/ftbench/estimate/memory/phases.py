@@ -52,7 +52,8 @@ def resident(case: MemoryCase) -> Parts:
         "adapters": weights.adapters(model, plan) * part.weights,
         "optimizer state": share.optimizer_state(model, plan, part),
         "gradients": trained * part.gradients if case.keeps_gradients else 0.0,
-        "workspace": case.workspace + kept + trained * part.buckets,
+        # the sum of several passes is copied into DDP's buckets in the last one (Reducer::mark_variable_ready_dense)
+        "workspace": case.workspace + kept + trained * (part.buckets and (case.accumulates or case.sharding.micro > 1)),
         "pixels": ends.pixels(model.vision, case.batch) if model.vision else 0.0,
         "messages": _messages(case),
     }

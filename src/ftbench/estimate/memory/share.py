@@ -22,9 +22,8 @@ class Share:
     """The shares of weights, gradients and optimizer state on one GPU, from 0 to 1.
 
     A share is 1 without sharding, and 0 if the tensors are in host memory. `keeper` is the library that stores the
-    tensors. With `buckets`, DDP also holds flat copies of the gradients, because accelerate leaves
-    gradient_as_bucket_view off. With `pipelined`, weights and gradients stay unsharded between micro-batches (torch,
-    backward_maybe_with_nosync)."""
+    tensors. With `buckets`, the gradients are views of DDP's buckets (gradient_as_bucket_view). With `pipelined`,
+    weights and gradients stay unsharded between micro-batches (torch, backward_maybe_with_nosync)."""
 
     weights: float
     gradients: float
@@ -40,8 +39,8 @@ class Share:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether a permanent buffer holds the gradients (DeepSpeed, grad_partitions_flat_buffer)."""
-        return self.gathered and self.keeper == "deepspeed"
+        """Whether a permanent buffer holds the gradients: DDP's buckets, DeepSpeed's grad_partitions_flat_buffer."""
+        return self.buckets or (self.gathered and self.keeper == "deepspeed")
 
 
 def share(sharding: Sharding) -> Share:
@@ -181,6 +180,24 @@ def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
     embedding, c = 0 if model.tied else model.parameters["embedding"], float(plan.compute)
     there = head + 2 * largest if plan.checkpointing != "off" else max(head, min(LIVE, model.total))
     return Gathered(c * there, c * there, c * there, c * (head + embedding + (largest if there > head else 0)))
+
+
+def free_in_other_streams(model: ModelShape, plan: TrainingPlan, sharding: Sharding, gradients: float) -> float:
+    """Return the bytes of free blocks at the memory peak that belong to other streams than the computation.
+
+    Only the stream that allocated a block can use it again (torch, CUDACachingAllocator). FSDP2 allocates the buffers
+    that receive weights in one stream and sharded gradients in another (foreach_all_gather, foreach_reduce). At the
+    peak, the buffers of the embedding and of a layer are free, and so are the gradients of the previous step. The
+    `gradients` that exist at the peak are subtracted. ZeRO-3 gathers in another stream too. It needs the blocks of a
+    receive buffer and of two layers that the GPU still computes (worker/parallel/zero.py, AHEAD)."""
+    part = share(sharding)
+    if part.keeper == "deepspeed" and part.gathered:
+        return 3.0 * plan.compute * model.largest_layer if plan.checkpointing != "off" else 0.0
+    if part.keeper != "fsdp" or part.pipelined:
+        return 0.0
+    count, width = weights.trained(model, kept_as(plan, part))
+    received = plan.compute * (model.parameters["embedding"] + model.largest_layer)
+    return max(0.0, count * width * part.gradients - gradients) + received
 
 
 def offloaded(model: ModelShape, plan: TrainingPlan, sharding: Sharding) -> float:

@@ -177,9 +177,9 @@ def logits_twice(run: RunDir) -> bool:
 
 
 def is_outdated(run: RunDir, spec: Experiment) -> bool:
-    """Return whether a run used older code for ZeRO-3 with gradient checkpointing, which did not prefetch weights."""
+    """Return whether a run used older code for ZeRO-3 with checkpointing, which prefetched nothing or too much."""
     late = spec.launch.strategy == "zero3" and spec.optimizations.gradient_checkpointing
-    return bool(late) and b'"fetched_ahead"' not in _applied(run)
+    return bool(late) and b'"layers_ahead"' not in _applied(run)
 
 
 def timed_runs(

@@ -20,6 +20,13 @@ def arguments(spec: Experiment) -> dict[str, Any]:
     return {"ddp_find_unused_parameters": unused, "ddp_broadcast_buffers": False}
 
 
+def attach(trainer: Any, spec: Experiment) -> None:
+    """Make gradients views of DDP's buckets, so that DDP does not copy each summed gradient back. Turn off DDP's timing
+    statistics, for which the CPU waits for the GPU in the first ten steps (Logger::set_runtime_stats_and_log)."""
+    trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
+    dist.Logger.set_runtime_stats_and_log = lambda logger: None  # type: ignore[method-assign]
+
+
 def verify(trainer: Any, spec: Experiment) -> list[str]:
     """Return an error message for a missing wrapper, a wrong number of ranks, or different weights on the ranks."""
     wrapped = trainer.model_wrapped

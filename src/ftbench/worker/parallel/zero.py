@@ -3,7 +3,11 @@
 Unlike FSDP2, DeepSpeed casts all trained weights to bfloat16 for 16-bit products, and keeps a 32-bit copy.
 """
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model, decoder_layers
@@ -11,6 +15,7 @@ from ftbench.worker.model.parts import base_model, decoder_layers
 _FILLED_IN = (
     "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping",
 )  # fmt: skip
+AHEAD = 2  # layers by which the CPU may be ahead of the GPU
 # Attributes of DeepSpeed's optimizers that contain this rank's share of the 32-bit copy.
 _UPDATED = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
 
@@ -23,6 +28,9 @@ def arguments(spec: Experiment) -> dict[str, Any]:
     if stage == 3:
         zero |= dict.fromkeys(("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto")
         zero["stage3_gather_16bit_weights_on_model_save"] = True
+        # DeepSpeed's linear reads the ID of each weight, so torch 2.11 compiles each layer again, and at most eight.
+        # Without checkpoints, torch's linear would keep the gathered weights until the backward pass.
+        zero["memory_efficient_linear"] = not (spec.optimizations.compile and spec.optimizations.gradient_checkpointing)
     host = {"device": "cpu", "pin_memory": True}
     if offload != "none":
         zero["offload_optimizer"] = host
@@ -54,6 +62,25 @@ def attach(trainer: Any, spec: Experiment) -> None:
         trainer.args.gradient_checkpointing_kwargs = {"use_reentrant": False}
         set_z3_leaf_modules(trainer.model, list({type(layer) for layer in decoder_layers(trainer.model)}))
         trainer.args.hf_deepspeed_config.config["zero_optimization"] |= _prefetch_one_layer(trainer.model)
+        if torch.cuda.is_available():
+            _limit_gathered(decoder_layers(trainer.model))
+
+
+def _limit_gathered(layers: Iterable[Any]) -> None:
+    """Make the CPU wait if it is too far ahead of the GPU, as FSDP1 does (limit_all_gathers).
+
+    DeepSpeed gathers weights in a separate stream, which does not wait for the computation. The memory of a released
+    layer is free only after the GPU has computed it. Without a limit, about 12 layers of Qwen3-32B were gathered."""
+    events = deque[Any]()
+
+    def wait(*_: Any) -> None:
+        events.append(torch.cuda.Event())
+        events[-1].record()
+        if len(events) > AHEAD:
+            events.popleft().synchronize()
+
+    for layer in layers:
+        layer.register_forward_pre_hook(wait)
 
 
 def _prefetch_one_layer(model: Any) -> dict[str, int]:
@@ -90,10 +117,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return element counts of the weights and of the 32-bit copy that the optimizer updates.
-
-    `fetched_ahead` is the number of elements that DeepSpeed gathers in advance. The estimator reads it.
-    """
+    """Return element counts of the weights and of the 32-bit copy that the optimizer updates, and AHEAD."""
     engine = trainer.deepspeed
     if engine is None:  # before training begins
         return {}
@@ -101,7 +125,7 @@ def applied(trainer: Any) -> dict[str, Any]:
     updated = next(filter(None, (getattr(engine.optimizer, name, None) for name in _UPDATED)), ())
     return {
         "sharded": sum(hasattr(parameter, "ds_tensor") for parameter in parameters),
-        "fetched_ahead": engine.zero_prefetch_bucket_size() if engine.zero_optimization_stage() == 3 else 0,
+        "layers_ahead": AHEAD,
         "elements": sum(_elements(parameter) for parameter in parameters),
         "trained_elements": sum(_elements(parameter) for parameter in parameters if parameter.requires_grad),
         "elements_of_rank": sum(getattr(parameter, "ds_tensor", parameter).numel() for parameter in parameters),
