@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch", reason="training libraries are not installed")
 
 from commands import Command, write_spec
-from ftbench.profile import files, profile_table
+from ftbench.profile import profile_table
 from ftbench.store import rundir
 from ftbench.store.ranks import read_ranks
 
@@ -29,7 +29,7 @@ def profiled(tmp_path_factory):
 
 def test_profile_has_the_communication_of_all_ranks(profiled):
     for rank in (profiled, profiled.of_rank(1)):
-        sent = files.load(rank.profile)["communication"]
+        sent = rundir.read_json(rank.profile / "kernels.json")["communication"]
         assert 0 < sent["exposed_ms"] <= sent["total_ms"]
     text = profile_table.run_text(profiled)
     lines = text[text.index("waited for") :].splitlines()

@@ -1,19 +1,13 @@
-"""Analyse the traces in a run's folder `profile/`, and read and write the file kernels.json."""
+"""Analyse the traces in a run's folder `profile/`, and write the file kernels.json."""
 
 import statistics
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from ftbench.errors import SpecError
 from ftbench.profile.analyse import analyse
 from ftbench.profile.trace import TraceError, read
 from ftbench.profile.work import work_of
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
-
-KERNELS = rundir.KERNELS
 
 
 def finish(run: RunDir) -> None:
@@ -23,27 +17,24 @@ def finish(run: RunDir) -> None:
         TraceError: If a trace cannot be read. The traces of the other ranks are still processed.
     """
     ranks = [run, *(run.of_rank(int(path.name[4:])) for path in sorted(run.profile.glob("rank[0-9]*")))]
-    errors, warnings = list[str](), list[str]()
-    for rank in reversed(ranks):  # rank 0 comes last, because its profile includes the warnings of all ranks
+    errors = []
+    for rank in ranks:
         if (rank.profile / rundir.TRACE).is_file():
             try:
-                warnings[:0] = _finish(rank, len(ranks), warnings)
+                _finish(rank)
             except TraceError as error:
-                errors.insert(0, str(error))
+                errors.append(str(error))
     if errors:
         raise TraceError("; ".join(errors))
 
 
-def _finish(run: RunDir, ranks: int, others: Sequence[str]) -> list[str]:
-    """Write kernels.json from the trace of one rank, and return the warnings about this trace."""
+def _finish(run: RunDir) -> None:
+    """Write kernels.json from the trace of one rank."""
     trace = read(run.profile / rundir.TRACE)
-    own = [trace.lost if ranks == 1 else f"rank {run.rank or 0}: {trace.lost}"] if trace.lost else []
-    document = analyse(trace, work_of(trace), step_before(run)) | {"warnings": [*own, *([] if run.rank else others)]}
     try:
-        rundir.write_json(run.profile / KERNELS, document)
+        rundir.write_json(run.profile / rundir.KERNELS, analyse(trace, work_of(trace), step_before(run)))
     except OSError as error:
         raise rundir.disk_error(run.profile, error) from None
-    return own
 
 
 def step_before(run: RunDir) -> float | None:
@@ -53,11 +44,3 @@ def step_before(run: RunDir) -> float | None:
     times = [row.step_time_s for row in rows if row.phase == "train" and first <= (row.step or 0) <= last]
     known = [time for time in times if time is not None]
     return statistics.median(known) if known else None
-
-
-def load(folder: Path) -> dict[str, Any]:
-    """Return the content of kernels.json in `folder`. Raise SpecError if the file is invalid."""
-    document = rundir.read_json(folder / KERNELS)
-    if document.get("steps", 0) < 1:
-        raise SpecError(f"{folder / KERNELS}: not a profile that this version can read: profile again")
-    return document

@@ -5,16 +5,15 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.table import text_table
-from ftbench.profile import files
 from ftbench.profile.work import short
-from ftbench.store.rundir import SNAPSHOT, TRACE, RunDir, read_json
+from ftbench.store.rundir import KERNELS, SNAPSHOT, TRACE, RunDir, read_json
 
-_KERNELS = 15
+_SHOWN = 15
 
 
 def document_of(run: RunDir) -> dict[str, Any] | None:
     """Return the content of a run's kernels.json, or None if the run was not profiled."""
-    return files.load(run.profile) if (run.profile / files.KERNELS).is_file() else None
+    return read_json(run.profile / KERNELS) or None
 
 
 def run_text(run: RunDir) -> str:
@@ -32,7 +31,7 @@ def run_text(run: RunDir) -> str:
         text_table((">ms/step", ">share", ">calls/step", ">mean µs", "kernel" if on_gpu else "operator"), [
             (*_ms(steps, kernel["time_ms"]), _percent(kernel["share"]), f"{kernel['calls'] / steps:,.0f}",
              f"{kernel['mean_us'] or 0:.1f}", f"{short(kernel['name'])} ({kernel['group']})")
-            for kernel in document["kernels"][:_KERNELS]
+            for kernel in document["kernels"][:_SHOWN]
         ]),
         text_table(("phase", ">thread ms", ">work ms", ">idle ms"), [
             (phase["phase"], *_ms(steps, phase["cpu_ms"], phase["device_ms"], phase["idle_ms"]))
@@ -86,7 +85,6 @@ def _head(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("busy", busy),
         ("idle", "{:.3f} ms per step, in {:,.0f} gaps".format(*per_step)),
         *(("host", text) for text in left),
-        *(("warning", text) for text in document.get("warnings", [])),
     ]  # fmt: skip
 
 

@@ -157,7 +157,7 @@ _Kernels = _model(
     busy_share_unprofiled=_need(Figure), idle=_need(_model("Idle", ms=_need(Number))),
     step_ms=_need(_model("Before", _FiguresDocument, before=_need(Figure))),
     groups=_need(_list(_model("Group", group=_need(str), time_ms=_need(Number)))),
-    kernels=_need(_list(_Kernel)), warnings=list[str],
+    kernels=_need(_list(_Kernel)),
 )  # fmt: skip
 _Job = _model("Job", run=_need(str), what=_need(str), state=_need(str), reason=Text, wall_s=Figure)
 _Hash = _model("Hash", sha256=str)

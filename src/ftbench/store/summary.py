@@ -14,7 +14,7 @@ from ftbench.core.rows import FIELDS, SCHEMA, RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.store import rates, run_warnings, rundir
 from ftbench.store.ranks import merge, read_ranks, spread, stages
-from ftbench.store.rundir import KERNELS, RunDir, first_gpu, read_json, state_of
+from ftbench.store.rundir import RunDir, first_gpu, state_of
 from ftbench.store.steps import has_nan, read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are not valid"
@@ -84,7 +84,6 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
     _learning(summary, everything, spec)
     if profiled(spec):  # the profiler slows steps and launches
         summary.warnings += [PROFILED, *run_warnings.warnings(everything, [], 0, machine, {}, ended_well=False)]
-        summary.warnings += read_json(run.profile / KERNELS).get("warnings", [])
         return summary
     _first_steps(summary, train, warm)
     if steady := train[warm:]:

@@ -170,7 +170,9 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
     final = max(ends.transient_peak(model, plan, batch), ends.final_norm_peak(model, plan, batch))
     first = {"activations": acts.first, "checkpoints": acts.first_mark, "cast weights": cast}
     grown = {} if case.keeps_gradients else {"gradients": grads * _grown(model, plan)}
-    twice = ends.tied_gradients(model, plan) * part.gradients + share.whole_gradient(model, plan, part)
+    twice = ends.tied_gradients(model, plan) * part.gradients
+    if plan.full and part.gathered and part.keeper == "deepspeed":  # the embedding's gradient before it is sharded
+        twice += plan.compute * model.parameters["embedding"]
     made = top if part.holds_gradients or not case.keeps_gradients else 0.0
     gradients = {"gradients": base["gradients"] + made}
     left, step = share.update(model, kept, part)

@@ -211,11 +211,3 @@ def offloaded(model: ModelShape, plan: TrainingPlan, sharding: Sharding) -> floa
     states = 2 * FLOAT * count + weights.optimizer_state(name, count, FLOAT, embedding)
     only_states = sharding.offload == "optimizer" or (sharding.states == "fsdp" and plan.full)
     return states + (0 if only_states else model.weight_bytes(plan.compute))
-
-
-def whole_gradient(model: ModelShape, plan: TrainingPlan, part: Share) -> float:
-    """Return the bytes of the full embedding gradient before ZeRO-3 shards this gradient.
-
-    DeepSpeed's estimator counts 4 bytes per element of the largest layer: 2 for the gradient, 2 for the weight."""
-    there = plan.full and part.gathered and part.keeper == "deepspeed"
-    return float(plan.compute * model.parameters["embedding"]) if there else 0.0

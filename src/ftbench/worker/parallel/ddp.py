@@ -24,7 +24,7 @@ def attach(trainer: Any, spec: Experiment) -> None:
     """Make gradients views of DDP's buckets, so that DDP does not copy each summed gradient back. Turn off DDP's timing
     statistics, for which the CPU waits for the GPU in the first ten steps (Logger::set_runtime_stats_and_log)."""
     trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
-    dist.Logger.set_runtime_stats_and_log = lambda logger: None  # type: ignore[method-assign]
+    dist.Logger.set_runtime_stats_and_log = lambda logger: None
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:

@@ -81,10 +81,10 @@ def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return an error message if no parameter is sharded. Without sharding, each rank silently computes all experts."""
+    """Return an error message if no parameter is sharded. Without sharding, each rank silently computes everything."""
     if applied(trainer)["sharded"]:
         return []
-    return ["launch.strategy is ep, but the parameters are not sharded"]
+    return [f"launch.strategy is {spec.launch.strategy}, but the parameters are not sharded"]
 
 
 def applied(trainer: Any) -> dict[str, Any]:

@@ -20,13 +20,8 @@ GRACE_S = 1.0  # time for the main thread to exit by itself after SIGTERM
 
 
 def join() -> None:
-    """Join the process group: NCCL for GPUs, gloo for a CPU. Raise MissingError if NCCL or a connection is missing."""
+    """Join the process group: NCCL for GPUs, gloo for a CPU. Raise MissingError without a connection."""
     gpu = device() if torch.cuda.is_available() else None
-    if gpu is not None and not dist.is_nccl_available():
-        raise MissingError(
-            f"several GPUs need NCCL and torch {torch.__version__} was built without it: install torch for CUDA on "
-            "Linux, or set launch.gpus to 1"
-        )
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store(rank, world)  # waits for rank 0, which has acquired the GPUs
     if gpu is not None:

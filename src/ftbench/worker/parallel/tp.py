@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.parallel import ep
-from ftbench.worker.parallel.ep import applied, arguments
+from ftbench.worker.parallel.ep import applied, arguments, verify
 
 __all__ = ["applied", "arguments", "attach", "loading", "verify"]
 
@@ -89,12 +89,3 @@ def norms_within_heads(model: Any) -> Iterator[Any]:
 def _summed(gradient: Any) -> Any:
     dist.all_reduce(total := gradient.clone())
     return total
-
-
-def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return an error message if no parameter is sharded. Without sharding, each rank silently computes all
-    products."""
-    facts, ranks = applied(trainer), spec.launch.ranks
-    if facts["sharded"]:
-        return []
-    return [f"launch.strategy is tp, but the parameters are not sharded over the {ranks} ranks"]
