@@ -184,7 +184,7 @@ def _speed(cell: Cell) -> str:
 
 
 def _rounds(ranking: Ranking) -> str:
-    """Return the number of runs per recipe: `: three rounds, one card, one commit`. Empty for one recipe or run."""
+    """Return the repeats of each recipe: `: three rounds, one card, one commit`. Empty for one recipe or no repeats."""
     least, *_, most = sorted([len(cell.runs) for cell in ranking.best] * 2)
     if len(ranking.best) == 1 or most == 1:
         return ""

@@ -56,7 +56,7 @@ def _recipe(facts: Mapping[str, str]) -> str:
 
 
 def _shipped(facts: Mapping[str, str]) -> str | None:
-    """Return the shipped recipe that a run uses, and additional optimizations: `fastest + triton kernels`. Choose the
+    """Return the shipped recipe that a run uses, with additional optimizations: `fastest + triton kernels`. Choose the
     recipe with the fewest additions; `plain` allows no additions. Return None if no recipe fits."""
     fitting, on = {}, _on(facts)
     for name, keys in _outcomes():
