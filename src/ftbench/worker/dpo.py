@@ -46,7 +46,7 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
             return super().compute_ref_log_probs(model, {key: inputs[key] for key in inputs if key != COUNT})
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Return trl's loss. Add trl's reward metrics to the counts of the batch."""
+        """Return trl's loss. Store trl's reward metrics in the BatchCount of the batch."""
         count = inputs.pop(COUNT)
         self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
         result = super().compute_loss(model, inputs, *args, **kwargs)

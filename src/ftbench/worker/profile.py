@@ -125,7 +125,7 @@ class Profiler(TrainerCallback):
 
 
 class Ranges:
-    """Marks ranges of the trace, one at a time. Without a profiler, a range costs one or two microseconds."""
+    """Marks named ranges of time in the trace, one at a time. A range costs 1 to 2 microseconds without a profiler."""
 
     def __init__(self) -> None:
         self._open: Any = None
@@ -156,7 +156,7 @@ class Ranges:
 
 
 def mark(loop: Any, ranges: Ranges) -> None:
-    """Add ranges for the parts of a step to the trainer. Pipeline stages do not have a range for the loss."""
+    """Mark each part of a training step as a range of the trace. Pipeline stages do not have a range for the loss."""
     if Pipeline.of(loop.model):
         for name, part in (("forward", FORWARD), ("backward", BACKWARD), ("backward_weight", BACKWARD)):
             compute = getattr(Stage, f"{name}_one_chunk")

@@ -182,7 +182,7 @@ def _mark_forward_parts(model: Any, recorder: Recorder) -> None:
 
 
 def _verify(run: TrainingRun, loop: Any) -> None:
-    """Write the settings in effect after the first step. Raise NotAppliedError if a setting was not applied."""
+    """After the first step, write the settings in effect. Raise NotAppliedError if a setting was not applied."""
     run.write_facts(**effective_config.of_trainer(loop, run.spec))
     if "warm" in (run.facts["compile_cache"] or ""):
         run.warn("compiled graphs came from the disk cache: with an empty cache the first step takes longer")

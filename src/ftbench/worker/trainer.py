@@ -61,7 +61,7 @@ class TrainerMixin:
             self.model.delete_adapter(COPY)
 
     def has_copy(self) -> bool:
-        """Return whether trl uses a copy of the adapters for the reference."""
+        """Return whether trl copied the adapters. trl uses this copy as the reference model."""
         return COPY in getattr(self.model, "peft_config", {})
 
     def verify(self, spec: Experiment) -> list[str]:
@@ -242,7 +242,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def _verify_mean(trainer: Trainer) -> list[str]:
-    """Return a message if the loss weights all ranks equally, although they have different numbers of tokens."""
+    """Return a message if the loss is a mean over ranks, and not a mean over the tokens of all ranks."""
     if trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs:
         return []
     return [f"{type(trainer.model).__name__} divides its loss by the tokens of each rank, not by those of all ranks"]

@@ -143,7 +143,7 @@ class Pixels:
     def __init__(
         self, shape: VisionShape, token: int, processor: Any, longest: int = 0, cache: Path | None = None
     ) -> None:
-        """Create a converter. `shape` are the sizes of the image encoder, and `token` is the id of the image token.
+        """Create a converter. `shape` describes the image encoder, and `token` is the id of the image token.
         Images are scaled down to at most `longest` pixels per side (0: no limit). `cache` is a folder or None."""
         self.shape, self.token = shape, token
         self._processor, self._longest, self._cache = processor, longest, cache
@@ -180,7 +180,7 @@ class Pixels:
         return pixels[0] if self.shape.tile else pixels
 
     def fill_cache(self, pictures: Sequence[Picture]) -> None:
-        """Process the images that are not in the cache. Raise MissingError if the cache folder is not writable."""
+        """Add the pixels of missing images to the cache. Raise MissingError if the cache folder is not writable."""
         if self._cache is None:
             return
         try:

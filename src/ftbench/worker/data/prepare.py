@@ -38,7 +38,7 @@ class Prepared:
         return max(_total([row]) for row in (*self.train, *self.evaluation))
 
     def most_parts(self, batch_size: int, max_length: int) -> int | None:
-        """Return the maximum number of samples in a batch, with filler samples, or None if every row has one sample."""
+        """Return the largest number of samples in a batch, including padding-only ones. None if every row has one."""
         if all(len(row) == 1 for row in (*self.train, *self.evaluation)):
             return None
         return max(
@@ -108,7 +108,7 @@ def _ordered(spec: Experiment, samples: list[Tokens], pixels: Pixels | None) -> 
 
 
 def packed(samples: Sequence[Tokens], max_length: int) -> list[Row]:
-    """Pack samples into rows of at most `max_length` tokens. The rows are in the order of their first samples."""
+    """Return packed rows of at most `max_length` tokens. The rows are in the order of their first samples."""
     return [[samples[index] for index in row] for row in batches.packed(_lengths(samples), max_length)]
 
 
@@ -232,7 +232,7 @@ def _describe(dataset: Dataset, train: Sequence[Tokens], evaluation: int, sequen
 
 
 def _describe_images(samples: Sequence[Tokens], pixels: Pixels) -> dict[str, Any]:
-    """Return statistics of the images: count, tokens, tiles, and patches per tile (a tile attends only to itself)."""
+    """Return statistics of the images: count, tokens, tiles, and patches per tile."""
     sizes = [pixels.size(picture) for sample in samples for picture in sample.pictures]
     return {
         "count": len(sizes),

@@ -17,7 +17,7 @@ from ftbench.spec.datasets import Dataset, row_example, row_format
 
 
 class HubRows:
-    """Rows of a hub data set, read on demand. Images stay encoded. Class names replace class numbers."""
+    """Rows of a hub data set, read on demand. Images stay encoded. A class label is a name, not a number."""
 
     folder = None  # relative paths are not possible
 

@@ -43,9 +43,9 @@ def _pair(chosen: list[int], rejected: list[int], vocab_size: int) -> Tokens:
 
 
 def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, special: set[int]) -> list[Tokens]:
-    """Return `count` samples with pictures, followed by text without `special` token ids. All text tokens have labels,
-    except for prompts of tasks. Tasks ask about the first picture. Raise SpecError for samples of more than
-    `max_length` tokens, because images cannot be truncated."""
+    """Return `count` samples of pictures and then text. The text does not contain the token ids in `special`. All text
+    tokens have labels, except for prompts of tasks. Tasks ask about the first picture. Raise SpecError if a sample
+    has more than `max_length` tokens, because images cannot be truncated."""
     samples, drawn = list[Tokens](), iter(generate(dataset, count))
     pictures = [list(islice(drawn, dataset.images_per_sample)) for _ in range(count)]
     usable = [token for token in range(vocab_size) if token not in special]

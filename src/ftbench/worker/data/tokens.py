@@ -51,7 +51,7 @@ Row = list[Tokens]  # the samples in one row of a batch
 def tokenise(
     tokenizer: Any, example: Example, max_length: int, loss_on: str, images: SampleImages | None = None
 ) -> Tokens:
-    """Return the tokens of an example. For plain text and `loss_on="all"`, all tokens except image tokens have labels.
+    """Return the tokens of an example. Plain text has labels for all tokens, like a dialogue with `loss_on="all"`.
 
     Raises:
         BadRow: The number of image markers in the text differs from the number of images.
@@ -132,7 +132,7 @@ def _template(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) 
 
 
 def _expand_images(ids: list[int], labels: list[int], images: SampleImages) -> tuple[list[int], list[int]]:
-    """Return ids and labels with each image token repeated `images.counts` times. Image tokens have no label."""
+    """Return ids and labels. Image token i is repeated `images.counts[i]` times. Image tokens have no label."""
     places = np.flatnonzero(np.array(ids) == images.token)
     if len(places) != len(images.counts):
         raise BadRow(

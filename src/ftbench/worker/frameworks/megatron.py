@@ -148,7 +148,7 @@ class _Loop:
         return norm
 
     def _loss_of_step(self, losses: list[Tensor]) -> Tensor:
-        """Return the loss of this rank's part of the batch. The last pipeline stage sends the loss to the others."""
+        """Return the loss of this rank's part of the batch. The last pipeline stage sends it to the other stages."""
         from megatron.core import parallel_state
 
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=device())
@@ -208,7 +208,7 @@ class _Loop:
 
 
 def _padded(samples: list[own_loop.Sample]) -> tuple[Tensor, Tensor, BatchCount]:
-    """Return ids and next-token targets of shape `(rows, tokens)`, and the token counts. Pad rows on the right."""
+    """Return ids and next-token targets, both `(rows, tokens)` and padded on the right, and the BatchCount."""
     width = max((len(ids) for ids, _ in samples), default=2)
     ids = torch.zeros(max(1, len(samples)), width, dtype=torch.long)
     targets = torch.full_like(ids, IGNORE)

@@ -182,7 +182,7 @@ def _expected_rows(run: TrainingRun, count: int, recorder: Recorder) -> tuple[It
 
 
 def order_hash_of(given: Any, rows: Iterable[int]) -> str:
-    """Return the SHA-256 of the tokens `given[row]` for all numbers in `rows`. Numbers past the end restart at 0."""
+    """Return the SHA-256 of the tokens in `given[row % len(given)]`, for each number `row` of `rows`."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(np.asarray(given[row % len(given)], dtype=np.int64).tobytes())

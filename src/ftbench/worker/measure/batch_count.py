@@ -70,7 +70,7 @@ def count_of(rows: Sequence[np.ndarray], padded: int, labels: int) -> BatchCount
 
 
 def padding_of(shapes: Collection[Shape]) -> str | None:
-    """Return a description of the padding in batches with these shapes. Return None if there are no shapes."""
+    """Return how batches of these shapes are padded, such as `to a multiple of 8`. Return None without shapes."""
     widths = {(longest, tokens / samples) for samples, longest, tokens in shapes if samples and longest}
     if any(width < longest for longest, width in widths):
         return "samples end to end"

@@ -103,7 +103,7 @@ class Levels(TrainerCallback):
         self._kept[what].append(np.stack(rows))
 
     def _load(self, point: str) -> None:
-        """Load the `initial` or `trained` weights of the reference run. Raise MissingError if the file is missing."""
+        """Copy the reference run's `initial` or `trained` weights to the model. Raise MissingError without the file."""
         if not self._weights.is_file():
             raise MissingError(f"{self._weights}: weights of the reference run not found; run the parity check again")
         with safe_open(self._weights, "pt") as file:
@@ -119,7 +119,7 @@ class Levels(TrainerCallback):
                 yield zlib.crc32(labels.tobytes(), zlib.crc32(ids.tobytes()))
 
     def _losses(self) -> np.ndarray:
-        """Return the loss of each sample. Each sample runs in its batch, but labels of other samples are masked."""
+        """Return the loss of each sample. Run its batch once per sample, and mask the labels of all other samples."""
         loop, losses = self._loop, list[float]()
         rows, size = list(loop.train_dataset), loop.args.per_device_train_batch_size
         loop.model.eval()

@@ -166,7 +166,7 @@ class Interval:
 
 
 class Sampler:
-    """Keeps samples of the GPU's counters and of the meters in `others`. Without `nvml`, reads only `others`."""
+    """Reads and stores the GPU's counters and the meters in `others`. Without `nvml`, reads only `others`."""
 
     def __init__(self, nvml: Any = None, handle: Any = None, others: Sequence[HostLoad | GpuLoad] = ()) -> None:
         self._times: list[float] = []
@@ -269,7 +269,7 @@ def throttle_names(masks: list[int]) -> str:
 
 
 def _mean(pairs: Iterable[tuple[float, float | None]]) -> float | None:
-    """Return the weighted mean of pairs `(weight, value)`. Ignore values of None. Return None if all are None."""
+    """Return the weighted mean of pairs `(weight, value)`. Ignore values of None. Return None if no value is left."""
     known = [(weight, value) for weight, value in pairs if value is not None and weight > 0]
     total = sum(weight for weight, _ in known)
     return sum(weight * value for weight, value in known) / total if total else None

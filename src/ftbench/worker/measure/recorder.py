@@ -96,7 +96,7 @@ class Recorder:
         self.position = "forward"
 
     def micro_batch(self, count: BatchCount | None, loss: torch.Tensor | None) -> None:
-        """Add a micro-batch to the step: the counts of its batch, and its part of the loss."""
+        """Add a micro-batch to the step. `loss` is the micro-batch's part of the loss of the step."""
         if count is not None:
             self._count.add(count)
             self.batches, self.samples = self.batches + 1, self.samples + len(count.tokens)
@@ -258,7 +258,7 @@ class Recorder:
                 return
 
     def _host_time(self, step: _Pending) -> float:
-        """Return the end of a step on the host's clock: start of recording + device time since the start."""
+        """Return the end of a step in seconds of the host's clock: start of recording + device time since the start."""
         if step.marks is None:
             return self._origin + (step.row.elapsed_time_sec or 0.0)
         return self._origin + self.clock.seconds(self._origin_mark, step.marks[3])

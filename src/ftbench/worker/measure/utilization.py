@@ -31,7 +31,7 @@ Shares = dict[str, float | None]
 
 
 class BusyMeter:
-    """Reads the utilization of the GPU. `method` is the source that works on this GPU, or None."""
+    """Reads the utilization of the GPU. `method` names the driver interface that works on this GPU (None: neither)."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle

@@ -128,7 +128,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
 
 
 def unmatched_targets(model: Any, spec: Experiment) -> list[str]:
-    """Return the target names without an adapted layer, such as gate_proj in gpt-oss."""
+    """Return the requested target names that do not match an adapted layer, such as gate_proj in gpt-oss."""
     method: Any = spec.method
     if isinstance(method.targets, str):
         return []

@@ -130,7 +130,7 @@ def verify_choices(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return unsloth's choices for applied.json: batches, compiled layers, functions and attention.
+    """Return unsloth's choices for applied.json: attention, batches, compiled layers and uses of fused functions.
 
     On Blackwell GPUs, published wheels of xformers may lack kernels. unsloth then uses SDPA.
     """
