@@ -25,7 +25,7 @@ class Predictor:
         self._gpu, self._history, self._cache = gpu, RunHistory.read(folder), MemoryCache(gpu.get("memory_gb"))
 
     def predict(self, spec: Experiment) -> tuple[MemoryEstimate | None, DurationEstimate | None, float | None]:
-        """Return the memory, the step time and the wall time in seconds of a run. An unknown value is None."""
+        """Return (memory estimate, time estimate, wall time in seconds) of a run. Unknown values are None."""
         memory = memory_on_machine(spec, self._gpu, self._history.path, self._cache)
         time = time_on_machine(spec, self._gpu, self._history)
         samples = epochs_samples(spec, time.samples) if time else None

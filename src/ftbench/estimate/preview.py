@@ -50,7 +50,7 @@ def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_images(spec: Experiment) -> KnownSamples | None:
-    """Return the samples including image tokens. Return None for samples without images and for text-only models."""
+    """Return the samples with images of a spec. Return None without images, or if the model is text-only or unknown."""
     try:
         vision = shape_of(spec.model).vision
     except SpecError:  # the model is not known
@@ -59,7 +59,7 @@ def _with_images(spec: Experiment) -> KnownSamples | None:
 
 
 def _exported(dataset: Dataset, pairs: bool, out: Path) -> dict[str, Any]:
-    """Write rows of a Hub data set to the file `out`. Return the number of all rows and the data format."""
+    """Write rows of a Hub data set to the file `out`. Return {"rows": number of all rows, "format": row format}."""
     command = [sys.executable, "-P", "-m", "ftbench.worker.data.sources", dataset.model_dump_json(), str(out)]
     try:
         ended = run_program([*command, str(MOST_SAMPLES), *(["pairs"] if pairs else [])], _EXPORT_S)
@@ -140,7 +140,7 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    """Format the document that `preview` returns for the terminal."""
+    """Return the document of `preview` as text for the terminal."""
     tokens, gain, prompts, images = (document[key] for key in ("tokens", "packing_gain", "prompts", "images"))
     what, size = "prompt" if prompts else "sample" if gain else "sequence", document["batch_size"]
     longest, beyond = units.count(document["max_length"]), units.percent(document["truncated_samples"])

@@ -95,7 +95,7 @@ def attention(
 def mlp(
     hidden: int, inner: int, bias: bool = False, fused: bool = False, *, parallel: bool = False
 ) -> tuple[Linear, ...]:
-    """Return the linear layers of a gated MLP. `fused` joins gate and up. `parallel`: attention has the same input."""
+    """Return the linear layers of a gated MLP. `fused` joins gate and up. `parallel` uses attention's input."""
     source = "input" if parallel else "mlp input"
     down = Linear("down_proj", inner, hidden, "product", "mlp", bias)
     if fused:

@@ -98,7 +98,7 @@ class VisionShape:
     def _tiled(self, height: int, width: int) -> ImageSize:
         """Return the tokens, tiles and patches of an image: one tile for the full image, and the tiles of its parts.
 
-        Padding is removed, and each row ends with an extra token (LLaVA-NeXT, llava-vl.github.io, 2024-01-30)."""
+        Padding is removed, and a token is added per row of patches (LLaVA-NeXT, llava-vl.github.io, 2024-01-30)."""
         side = self.tile // self.patch
         high, wide = self.pinpoint(height, width)
         rows, columns = high // self.patch, wide // self.patch
@@ -112,7 +112,7 @@ class VisionShape:
     def pinpoint(self, height: int, width: int) -> tuple[int, int]:
         """Return the size (height, width) in `pinpoints` that keeps the most pixels of an image.
 
-        Among equal sizes, return the size with the least padding."""
+        If several sizes keep the same number of pixels, return the size with the least padding."""
 
         def kept(size: tuple[int, int]) -> tuple[int, int]:
             scale = min(size[0] / height, size[1] / width)

@@ -93,8 +93,8 @@ def transient_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> 
     """Return the peak bytes of the loss's temporary tensors, without saved tensors.
 
     The peak is `max(logits + cast copy of the head, head gradients) + hidden states`. The last term is one gradient or
-    copy of the hidden states. ftbench's loss frees the cast copy before it computes probabilities. In ftbench's loss,
-    half of the head gradients exist together with the logits."""
+    copy of the hidden states. ftbench's loss needs less: it frees the cast copy before it computes probabilities, and
+    only half of the head gradients exist while the logits exist."""
     hidden = plan.stream * model.hidden * batch.tokens
     chunk, cast, head = (logits(model, plan, batch), head_cast(model, plan), head_gradient(model, plan, batch))
     if plan.loss != "chunked":

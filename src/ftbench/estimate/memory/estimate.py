@@ -47,9 +47,9 @@ class Constants:
     `allocated_factor` multiplies the sum of all tensors. `context_gib` is the memory of driver and CUDA context. The
     unused part of the allocator's pool is a sum: `logits_share` * logits, `compiled_gib` for compiled layers,
     `varying_share` * activations for varying batch shapes, and `optimizer_share` * temporary tensors of the optimizer.
-    For 90 % of the fitted runs, the error is within two limits: `allocated_range` is a share of the tensors, and
-    `pool_range` is a share of the largest possible pool error. `runs` are the fitted runs. `strategies` have measured
-    runs that agree with the estimate."""
+    For 90 % of the fitted runs, the errors are within two limits: `allocated_range` times the allocated memory, and
+    `pool_range` times the distance from the expected pool to the smallest or largest possible pool. `runs` are the
+    fitted runs. `strategies` are the multi-GPU strategies for which measured runs agree with the estimate."""
 
     allocated_factor: float
     context_gib: float
@@ -160,9 +160,9 @@ def estimate_memory(
 
 
 def _peak_of(case: MemoryCase, named: dict[str, Parts], batch: Largest, end: BatchShape | None) -> float:
-    """Return the peak bytes with the batch shape `end`, or with the expected batch if `end` is None.
+    """Return the peak bytes with the batch shape `end`. If `end` is None, return the peak with the expected batch.
 
-    `named` contains the memory phases with the expected batch."""
+    `named` is the result of `phases` with the expected batch."""
     if end is None or end == batch.expected:
         return peak(named)[1]
     return peak(phases(replace(case, batch=rank_shape(end, case.sharding))))[1]

@@ -103,9 +103,9 @@ def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the additional bytes per token that fused_lora keeps because layer outputs are views of one buffer.
 
     The complete buffer stays in memory while one view is saved. Each buffer has extra columns (`Group.columns`) for the
-    backward pass. The buffer of q, k and v also contains q and k before the rotary embedding. Attention saves v as a
-    view, or as a copy that repeats v for each query head. With a copy, the buffer and its values stay only for a
-    compiled head norm or ftbench's kernel (kernels/rotary.py)."""
+    backward pass. The buffer of q, k and v also contains unrotated q and k. If attention saves v as a view, this buffer
+    stays. If attention saves a copy of v (repeated for each query head), the buffer stays only if a compiled norm of
+    queries and keys, or ftbench's rotary kernel, saves a view (kernels/rotary.py)."""
     if plan.fused != "augmented":
         return 0.0
     copied = plan.triton or layer.sinks or repeats(layer, plan, batch)

@@ -149,7 +149,7 @@ def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, ag
 
     `again` means that the layer recomputes the saved tensors. The peak is the largest of five sizes:
 
-    - The peak of the MLP or experts. In the forward pass, a norm after the MLP has not saved its tensors yet.
+    - The peak of the MLP or experts. In the forward pass, minus the tensors of a norm after the MLP, which runs later.
     - The backward pass of a norm after the MLP. Five float32 copies of its input exist, and its output is freed.
     - The peak of attention, minus the tensors that the MLP saves. At that time, the MLP's tensors do not exist.
     - The gradient of a copy of expert weights.

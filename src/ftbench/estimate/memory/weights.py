@@ -115,7 +115,7 @@ def fused(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def loading(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the peak bytes while the model is loaded.
+    """Return the peak bytes during the loading of the model.
 
     A 16-bit model needs the memory of its weights. A 4-bit model needs more memory while peft casts the embedding or
     the head to float32. During the cast, the 16-bit tensor and the float32 tensor exist together."""

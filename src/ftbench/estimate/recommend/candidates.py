@@ -73,7 +73,7 @@ def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Itera
 def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
     """Yield the spec with the method, optimizations and optimizer of each shipped recipe.
 
-    The precision comes from the spec, and also method options such as the LoRA rank. With `equal_lengths`, packing is
+    The precision and the method options, such as the LoRA rank, come from the spec. With `equal_lengths`, packing is
     off, except in recipes with a CUDA graph."""
     unpacked = {"packing": False, "attention": "auto"}
     for shipped in shipped_recipes().values():

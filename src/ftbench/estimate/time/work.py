@@ -79,9 +79,9 @@ class StepWork:
     """The work of an optimizer step by kind.
 
     The step has `passes` micro-batches. `groups` contains (weight, {kind: amount}) for each group of similar
-    micro-batches. `update` is the work of the optimizer update, once per step. `products`, `products.fp8` and
-    `attention` are in FLOPs. `offload` is in bytes copied between GPU and host. `host` is the number of operations that
-    Python starts. All other amounts are bytes that the GPU reads and writes."""
+    micro-batches: the group's share of all micro-batches, and the work of one micro-batch. `update` is the work of the
+    optimizer update, once per step. Kinds have different units. `products` and `attention`: FLOPs. `offload`: bytes
+    copied between GPU and host. `host`: operations that Python starts. Others: bytes that the GPU reads and writes."""
 
     groups: tuple[tuple[float, Mapping[str, float]], ...]
     passes: int
@@ -234,7 +234,7 @@ def expert_bytes(layer: Layer) -> int:
 
 
 def _kept(shape: TrainableShape) -> float:
-    """Return the bytes per token that are saved for the backward pass. Norms and linear layers save their inputs."""
+    """Return the bytes per token that all layers save for the backward pass: the inputs of norms and linear layers."""
     return 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
 
 

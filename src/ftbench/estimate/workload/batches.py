@@ -104,7 +104,7 @@ def mean_batch(
 ) -> Batch:
     """Return the mean micro-batch of a finished run, computed from the run's mean values.
 
-    `of_a_token` is a mean over all tokens: the length of the sample that contains the token."""
+    `of_a_token` is the mean sample length, weighted by tokens: a sample of n tokens counts n times."""
     on, padded = spec.optimizations, positions > real * 1.0001
     if on.attention in BOUNDARIES:
         return Batch(1.0, samples, positions, real, labels, real * of_a_token, False)

@@ -83,7 +83,7 @@ def lengths_with_images(spec: Experiment, vision: VisionShape) -> Lengths | None
 
 
 def _limited(spec: Experiment, vision: VisionShape) -> tuple[Sides, ...]:
-    """Return the image sizes (height, width) before tiling that the spec allows (worker/model/vision.py)."""
+    """Return the (height, width) pairs of `vision.pinpoints` that the spec allows (worker/model/vision.py)."""
     longest = int(spec.optimizations.image_size)
     fitting = tuple(size for size in vision.pinpoints if max(size) <= longest)
     return vision.pinpoints if not longest or not vision.tile else fitting or ((vision.tile, vision.tile),)

@@ -58,7 +58,7 @@ class Largest:
 
 
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
-    """Return the batch of a spec with the most tokens, including padding. `vision` is the model's image encoder."""
+    """Return a spec's batch with the most positions (tokens and padding). `vision` is the model's image encoder."""
     file = None
     if spec.dataset.name in ("file", "sample"):
         counted = file_lengths(spec.dataset, spec.model, spec.objective.pairs)
@@ -76,7 +76,7 @@ def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
 def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
     """Return the largest batch of samples with images.
 
-    If some samples are unknown, the largest possible batch consists of copies of the longest known sample."""
+    If training may use other samples (`known.exact` is false), `most` is a batch of copies of the longest sample."""
     samples = known.samples * (1 if known.exact else -(-layout.size // len(known.samples)))
     lengths = [sample.length for sample in samples]
     rows = packed(lengths, layout.max_length) if layout.packing else [[index] for index in range(len(samples))]

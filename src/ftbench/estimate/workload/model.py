@@ -208,7 +208,7 @@ def trained_vision(vision: VisionShape, plan: TrainingPlan) -> int:
 
 
 def vision_matmul(vision: VisionShape, plan: TrainingPlan) -> VisionMatmulShape:
-    """Return the sizes of the matrix products per image patch. The worker counts the same sizes on the live model."""
+    """Return the matrix sizes for the FLOPs of an image patch. The worker counts the same sizes on the live model."""
     share, layers = 1 / vision.merge**2, vision.layers
     encoder = vision.values * vision.hidden + layers * _weights(vision.matrices)
     projector = _weights(vision.merging) * share

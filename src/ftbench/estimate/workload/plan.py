@@ -220,7 +220,7 @@ def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozens
 
 
 def adapts_experts(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
-    """Return whether unsloth adapts fused experts: the targets must name MLP layers (get_moe_target_parameters)."""
+    """Return whether unsloth adds LoRA to fused experts: the targets name MLP layers (get_moe_target_parameters)."""
     if not isinstance(method, Unsloth) or isinstance(method, EarlierUnsloth) or model.family != "gpt_oss":
         return False
     return method.targets == "all-linear" or bool(_MLP & {name.rsplit(".", 1)[-1] for name in method.targets})

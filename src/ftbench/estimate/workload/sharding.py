@@ -148,7 +148,7 @@ def rank_model(model: ModelShape, sharding: Sharding) -> ModelShape:
 
 
 def _stages_of(model: ModelShape, sharding: Sharding) -> ModelShape:
-    """Return the layers of one pipeline rank, with the embedding (first stage) and the LM head (last stage)."""
+    """Return the model part of one pipeline rank: layers, the embedding (first stage) and the LM head (last stage)."""
     split = sharding.split or model.split(sharding.pipeline * pipeline.parts(sharding.schedule))
     ranks = [
         pipeline.bounds(split, pipeline.of_rank(sharding.schedule, sharding.pipeline, rank))
