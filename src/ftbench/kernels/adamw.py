@@ -43,7 +43,7 @@ def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
 
 @triton.jit
 def _load(moment: tensor, scale: tensor, numbers: tensor, at: tensor, there: tensor) -> tensor:
-    """Load a moment as float32. For an 8-bit moment, `numbers` has the value of each code, and `scale` is not None."""
+    """Return a moment in float32: numbers[code] * scale for an 8-bit moment. For other moments, `scale` is None."""
     values = tl.load(moment + at, mask=there, other=0)
     if scale is None:
         values = values.to(tl.float32)

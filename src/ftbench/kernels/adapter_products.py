@@ -59,12 +59,12 @@ def add_product(total: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> N
 
 
 class Augmented(torch.autograd.Function):
-    """Return x W' + s (x A') B' (tokens, out), followed by r zero columns. W, A and B join the weights and adapters of
-    all layers. s is the scale of LoRA, and r is the padded sum of ranks. x is (tokens, in) or (tokens, in + r).
+    """Return x W' + s (x A') B' (tokens, out), followed by r zero columns. W, A and B contain the weights and adapters
+    of all layers. s is the scale of LoRA. r is the sum of ranks, rounded up. x is (tokens, in) or (tokens, in + r).
 
     `weight` (out + r, in + r) is [[W, s B], [A, 0]], where B is block diagonal. `scales_and_adapters` are all scales,
-    then A and B of each layer. A and B receive the gradients, but their values are read from `weight`. The forward
-    pass overwrites the r extra columns of x. The backward pass overwrites the r extra columns of the gradient.
+    then A and B of each layer. A and B receive the gradients, but their values are read from `weight`. The forward pass
+    overwrites the r extra columns of x. The backward pass overwrites the r extra columns of the gradient.
     """
 
     @staticmethod

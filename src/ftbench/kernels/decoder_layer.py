@@ -1,8 +1,8 @@
 """Compute norms, rotary embedding and silu(gate) * up of a decoder layer with Triton kernels.
 `spec/optimizations/compute.py` lists the supported model families.
 
-If `fused_lora` computes the next matrix product, this product reads extra columns for the adapters. The kernels write
-rows with these extra columns, so no copy is needed.
+With `fused_lora`, the input of a matrix product has extra columns for the adapters (`Augmented`). The kernels write
+their output with these extra columns, so no copy is needed.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Mlp:
 
 @lru_cache
 def _with_kernels(kind: Any, ours: Any) -> Any:
-    """Return a subclass of `kind` with the methods of `ours`. Cache it: torch.compile compiles once per class."""
+    """Return a subclass of `kind` with the methods of `ours`. It is cached: torch.compile compiles once per class."""
     return type(kind.__name__, (ours, kind), {"__module__": kind.__module__})
 
 

@@ -35,8 +35,8 @@ in_rows.register_autograd(lambda _, gradient: gradient)
 
 
 class GroupedExperts:
-    """Mixin that computes all experts of a layer with grouped products. The other base class is transformers' class of
-    fused experts or `nn.Module`. Gate and up are one parameter. `adapters` maps parameter names to (A, B, scale)."""
+    """Mixin that computes all experts of a layer with grouped products. It extends transformers' class of fused
+    experts, or `nn.Module`. gate_proj and up_proj are one parameter. `adapters` is {parameter name: (A, B, scale)}."""
 
     adapters: dict[str, tuple[torch.Tensor, torch.Tensor, float]]
     num_experts: int
@@ -71,7 +71,8 @@ class GroupedExperts:
         return result
 
     def frozen(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Multiply each row by the frozen matrix `name` of its expert. `experts` contains the expert of each row."""
+        """Return each row times the matrix `name` of its expert. `experts` has the expert of each row (`ends`: see
+        `grouped`)."""
         matrices = getattr(self, name)
         return grouped(rows, matrices if self.is_transposed else matrices.transpose(-2, -1), ends)
 

@@ -51,8 +51,8 @@ def _rms_norm_backward(
     dnormed: tensor, dtotal: tensor, total: tensor, weight: tensor, dx: tensor, wide: tensor, dnormed_row: tensor,
     wide_row: tensor, columns: tensor, eps: tensor, SUM: constexpr, WIDE: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write dx = scale * (d - n * mean(d * n)) for one row, where d = dnormed * weight, n = total * scale and
-    scale = 1 / sqrt(mean(total²) + eps). If SUM, add dtotal to dx. If WIDE, also write dx to `wide`."""
+    """Write dx, the gradient of one row of `total`: dx = scale * (d - n * mean(d * n)), where d = dnormed * weight, n =
+    total * scale, scale = 1 / sqrt(mean(total²) + eps). If SUM, add dtotal. If WIDE, also write dx to `wide`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < columns
@@ -136,7 +136,7 @@ rms_norm_backward.register_fake(
 
 class RmsNorm(torch.autograd.Function):
     """Return RMSNorm(x) with `room` uninitialized extra columns, and x (tokens, width). The weight is frozen. Use the
-    returned x for the residual connection: then the backward kernel also adds the residual's gradient to dx."""
+    returned x in the residual connection. Then the backward kernel gets both gradients of x and adds them."""
 
     @staticmethod
     def forward(

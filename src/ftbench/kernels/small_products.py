@@ -38,9 +38,9 @@ def _cast(values: torch.Tensor, dtype: torch.dtype, maxima: torch.Tensor | None)
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, maxima: torch.Tensor | None, short: Any = None
 ) -> torch.Tensor:
-    """Return x @ weight' (tokens, out) for x: (tokens, in) and an 8-bit weight (out, in). `factor` undoes the scale of
-    the weight. `maxima` are the maxima of input and gradient for delayed scaling, or None. `short` is None or a cast of
-    x: (x in 8 bits, its factor). With a cast, the values of the argument x are not read, only its dtype."""
+    """Return x @ (factor * weight)' (tokens, out) for x: (tokens, in) and an 8-bit `weight` (out, in). `maxima` stores
+    the maxima of x and of the gradient for delayed scaling, or is None. If x is already cast, `short` is (x in 8 bits,
+    its factor). Then only the dtype of the argument x is read."""
     small, scale = short or _cast(x, WEIGHT, None if maxima is None else maxima[0])
     return torch._scaled_mm(small, weight.t(), scale, factor, out_dtype=x.dtype, use_fast_accum=True)
 
@@ -49,16 +49,16 @@ def multiply_back(
     dy: torch.Tensor, turned: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None,
     short: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return dx = dy @ weight (tokens, in), the gradient of x in `multiply`, for dy: (tokens, out). `turned` is the
-    transposed 8-bit weight (in, out). Recipes in FAST use fast accumulation, and other recipes sum in 32 bits. `short`
-    is None or a cast of dy: (dy in 8 bits, its factor). With a cast, the values of dy are not read, only its dtype."""
+    """Return dx = dy @ (factor * turned)' (tokens, in), the gradient of x in `multiply`, for dy: (tokens, out).
+    `turned` (in, out) is the transposed 8-bit weight. The recipes in FAST use fast accumulation. If dy is already cast,
+    `short` is (dy in 8 bits, its factor). Then only the dtype of the argument dy is read."""
     small, scale = short or _cast(dy, GRADIENT, None if maxima is None else maxima[1])
     return torch._scaled_mm(small, turned.t(), scale, factor, out_dtype=dy.dtype, use_fast_accum=recipe in FAST)
 
 
 class Product(torch.autograd.Function):
-    """Return x @ weight' (tokens, out) for x: (tokens, in) and a frozen 8-bit weight. `turned` is its transposed
-    copy."""
+    """Return x @ (factor * weight)' (tokens, out) for x: (tokens, in) and a frozen 8-bit `weight` (out, in). `turned`
+    (in, out) is the transposed copy of `weight`, and `turned_factor` is its factor."""
 
     @staticmethod
     def forward(
@@ -80,9 +80,9 @@ class Product(torch.autograd.Function):
 class AdaptedProduct(torch.autograd.Function):
     """Return x @ weight' + (x @ a') @ b' (tokens, out) for several 8-bit layers with the same input and their adapters.
 
-    `given` are the arguments of `Product`, then a (ranks, in), b (out, ranks), the scales, and A and B of each layer. a
-    is A of all layers. b is s B of all layers, block diagonal, where s is the scale of LoRA. `ranks` is the sum of the
-    layers' ranks. A and B receive the gradients, but their values are read from a and b.
+    `given` are the arguments of `Product` after x, then `a`, `b`, the scales, and A and B of each layer. `a` (ranks,
+    in) has the rows of all A. `b` (out, ranks) is block diagonal with blocks s * B, where s is the scale of LoRA.
+    `ranks` is the sum of ranks. A and B receive the gradients, but their values are read from `a` and `b`.
     """
 
     @staticmethod
@@ -107,9 +107,9 @@ class AdaptedProduct(torch.autograd.Function):
 
 class GatedMlp(torch.autograd.Function):
     """Return the output of an MLP: `AdaptedProduct` for gate_proj and up_proj, then silu(gate) * up, then
-    `AdaptedProduct` for down_proj. The kernels of `kernels/adapted_swiglu.py` write silu(gate) * up and the gradients
-    of gate and up only in 8 bits. They also compute adapter products. `given` are the arguments of the two products
-    without x: first `count` arguments for gate_proj and up_proj, and then the arguments for down_proj."""
+    `AdaptedProduct` for down_proj. The kernels of `kernels/adapted_swiglu.py` also compute adapter products. They write
+    silu(gate) * up and the gradients of gate and up only in 8 bits. `given[:count]` are the arguments of the first
+    AdaptedProduct after x, and `given[count:]` are the arguments of the second AdaptedProduct after x."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int, *given: Any) -> torch.Tensor:

@@ -84,7 +84,7 @@ def _sums(work: Iterable[DeviceWork], key: Callable[[DeviceWork], Any]) -> dict[
 
 
 def _kernels(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
-    """Return one row per kernel name and group, the longest time first. The last row has the sum of all others."""
+    """Return the 300 longest rows, one per kernel name and group, and one row with the sums of all other kernels."""
     sums = _sums(work, lambda each: (each.name, each.group))
     order = sorted(sums.items(), key=lambda pair: -pair[1][0])
     rows = [(*key, *both) for key, both in order[:_MOST_KERNELS]]

@@ -68,7 +68,7 @@ class Trace:
 
     @property
     def window(self) -> tuple[float, float]:
-        """The profiled time: (start of the first step, end of the last step or of its last kernel)."""
+        """The profiled time in ms: (start of the first step, end of the last step or of its last kernel)."""
         return self.steps[0][0], max([self.steps[-1][1], *(kernel.end for kernel in self.kernels)])
 
 

@@ -51,9 +51,9 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
 
 def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return (rows, 32) values. Each row is decoded from 16 bytes of `blocks` and one byte of `scales`. The values are
-    exact, because they are assembled from bits. A float32 has the sign in bit 31, the exponent in bits 23 to 30 (127
-    means 2^0), and the first digit of the fraction in bit 22. A scale byte of 0 (2^-127) gives zeros."""
+    """Return (rows, 32) values. Each row is decoded from 16 bytes of `blocks` and one byte of `scales`. Values and
+    scales are exact, because they are built from the bits of a float32: the exponent in bits 23 to 30 (127 means 2^0),
+    and the first binary digit of the fraction in bit 22. A scale byte of 0 (2^-127) gives zeros."""
     places = 4 * torch.arange(2, dtype=torch.int32, device=blocks.device)
     codes = (blocks.to(torch.int32).unsqueeze(-1) >> places) & 15
     size = codes & 7  # two bits of exponent, one digit after the point

@@ -135,7 +135,7 @@ def deviation(config: Any) -> float:
 
 
 class Drawn(Mapping[str, torch.Tensor]):
-    """A state dict that creates random weights when they are read, a few layers at a time. Adapters are unchanged.
+    """State dict that creates random weights when they are read, 4 GB at a time. Adapters are read from `state`.
     Weights of large models are created on the GPU. The same seed gives different values on a GPU and a CPU."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], model: Model) -> None:
@@ -203,7 +203,7 @@ def _write(folder: Path, config: Any, model: Model, layout: str | None) -> None:
 
 
 def _save(shard: dict[str, torch.Tensor], file: Path, packed: Collection[str]) -> dict[str, str]:
-    """Write tensors to a file, with the weights in `packed` as NF4. Return a dict from tensor name to file name."""
+    """Write tensors to a file. Convert the weights named in `packed` to NF4. Return {tensor name: file name}."""
     tensors = nf4.quantise(shard, packed) if packed else shard
     save_file(tensors, file, {"format": "pt"})
     return dict.fromkeys(tensors, file.name)

@@ -22,8 +22,8 @@ MOST = 32  # maximum sum of ranks in a group that uses the kernels of `kernels/a
 
 
 class AdapterGroup(torch.nn.Module):
-    """Linear layers with adapters that read the same input. The first call of a layer computes the outputs of all
-    layers. The group has no parameters: `refresh` copies the adapters' values from peft's modules."""
+    """Linear layers with adapters that read the same input. The first call with a new input computes the outputs of all
+    layers. The group has no parameters. `refresh` copies the adapters' values from peft's modules."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__()
@@ -72,7 +72,8 @@ class AdapterGroup(torch.nn.Module):
 
 
 class AugmentedGroup(AdapterGroup):
-    """An AdapterGroup with one matrix for base weights and adapters of all layers. The base weights are views of it."""
+    """An AdapterGroup with one matrix `weight` for base layers and adapters. The base weights are views of this
+    matrix."""
 
     weight: torch.Tensor
 
@@ -201,7 +202,7 @@ class _Fused:
 
 @lru_cache
 def _fused(kind: Any) -> Any:
-    """Return a subclass of `kind` that uses `_Fused`. Cache it: torch.compile compiles once per class."""
+    """Return a subclass of `kind` that uses `_Fused`. It is cached: torch.compile compiles once per class."""
     return type(f"Fused{kind.__name__}", (_Fused, kind), {})
 
 

@@ -69,7 +69,7 @@ def _is_on(module: Any) -> bool:
 
 
 def asked_for(spec: Experiment) -> bool | str:
-    """Return the requested setting, from the optimization or from the option of the method unsloth."""
+    """Return the requested gradient checkpointing, from `optimizations` or from the option of the method unsloth."""
     own = getattr(spec.method, "use_gradient_checkpointing", "off")
     return spec.optimizations.gradient_checkpointing or own != "off"
 

@@ -49,7 +49,7 @@ def load(strategy: str) -> ModuleType:
 
 
 def complete(model: Any) -> Any:
-    """Return a model with all layers. With pp, return a copy on the meta device, which has shapes but no values."""
+    """Return `model` or, with pp, its copy that has all layers. The copy has shapes but no values (meta device)."""
     return model.__dict__.get(COMPLETE, model)
 
 

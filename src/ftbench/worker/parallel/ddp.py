@@ -21,14 +21,14 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Make gradients views of DDP's buckets, so that DDP does not copy each summed gradient back. Turn off DDP's timing
-    statistics, for which the CPU waits for the GPU in the first ten steps (Logger::set_runtime_stats_and_log)."""
+    """Make gradients views of DDP's buckets: DDP then does not copy gradients back. Turn off DDP's timing statistics:
+    the CPU would wait for the GPU in the first ten steps (Logger::set_runtime_stats_and_log)."""
     trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
     dist.Logger.set_runtime_stats_and_log = lambda logger: None
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return an error message for a missing wrapper, a wrong number of ranks, or different weights on the ranks."""
+    """Return [], or one error message: wrong wrapper, wrong number of ranks, or weights that differ between ranks."""
     wrapped = trainer.model_wrapped
     if not isinstance(wrapped, DistributedDataParallel):
         return [f"launch.strategy is ddp, but the trainer has a {type(wrapped).__name__}, which does not sum gradients"]

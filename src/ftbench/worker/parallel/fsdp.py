@@ -123,8 +123,8 @@ def _keep_loss_in_float32(trainer: Any) -> None:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of the trainer. Checkpointing is inside the sharded unit, so FSDP2 gathers a recomputed
-    layer once and not twice."""
+    """Return the arguments of the trainer. accelerate applies checkpointing inside the sharded unit, so FSDP2 gathers a
+    layer once in the backward pass. The trainer's checkpointing would gather it twice."""
     config = {
         "version": 2,
         "reshard_after_forward": True,
@@ -142,8 +142,8 @@ def prepare(made: Any) -> None:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return an error message for unsharded layers or parameters, wrong numbers of ranks, or shards on a wrong
-    device."""
+    """Return [], or one error message: a layer or parameter is not sharded, the number of ranks is wrong, the head is
+    not sharded with the last norm, or shards are on the GPU despite `offload: params`."""
     model, launch = trainer.model_wrapped, spec.launch
     if not isinstance(model, FSDPModule):
         return [f"launch.strategy is fsdp, but the trainer has a {type(model).__name__}, which is not sharded"]

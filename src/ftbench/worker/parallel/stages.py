@@ -130,7 +130,8 @@ class Pipeline:
         self.ends = self._ends() if self.config.tie_word_embeddings else None
 
     def _shared(self, layers: Layers, narrow: torch.dtype | None) -> nn.Module:
-        """Wrap a stage in DDP or FSDP2. The wrapper sums the gradients over all copies or shards of the stage."""
+        """Return the stage, wrapped in DDP or FSDP2 if used. The wrapper sums gradients over the data-parallel
+        ranks."""
         strategy = self.launch.strategy.split("+")
         if "ddp" in strategy:
             return DistributedDataParallel(layers, process_group=self.mesh["dp"].get_group(), broadcast_buffers=False)
@@ -206,8 +207,8 @@ class Pipeline:
         return loss
 
     def _schedule(self, shape: Sequence[int]) -> tuple[Any, list[Any]]:
-        """Return torch's schedule for micro-batches of this shape, and the list of its time marks. A new shape needs a
-        new schedule, because a schedule allocates buffers for one shape."""
+        """Return torch's schedule for micro-batches of this shape, and the list of begin and end events of its
+        computations. A new shape needs a new schedule, because a schedule allocates buffers for one shape."""
         if self._made[0] != shape:
             marks: list[Any] = []
             stages = [self._stage(*pair, shape, marks) for pair in zip(self.indices, self.modules, strict=True)]
@@ -235,8 +236,8 @@ class Pipeline:
                 module.reshard()
 
     def seconds(self) -> dict[str, float | None]:
-        """Return `pass_s`, the median time of a pass, and `busy_s`, the median time in which this rank computed in a
-        pass. Use medians of the latest passes, because the first passes also connect the ranks and compile."""
+        """Return median times in seconds: `pass_s` of a pass, and `busy_s` of this rank's computations in a pass. Use
+        only the latest 64 passes, because the first passes also connect the ranks and compile."""
         if not self.passes:
             return {"pass_s": None, "busy_s": None}
         self.clock.wait(self.passes[-1][2])

@@ -53,8 +53,8 @@ def attach(trainer: Any, spec: Experiment) -> None:
 
     Use non-reentrant checkpoints. TRL would use reentrant checkpoints with adapters, and DeepSpeed would then keep all
     frozen weights gathered until the end of the step. All weights of a checkpointed layer are gathered at once while
-    the previous layer computes. Otherwise the GPUs would wait for Python. Without checkpoints, each weight is gathered
-    separately, because DeepSpeed 0.19 would otherwise miss weights in the backward pass.
+    the previous layer computes. Separate gathers would make the GPUs wait for Python. Without checkpoints, each weight
+    is gathered separately, because DeepSpeed 0.19 would otherwise miss weights in the backward pass.
     """
     if spec.launch.strategy == "zero3" and trainer.args.gradient_checkpointing:
         from deepspeed.utils import set_z3_leaf_modules
@@ -84,12 +84,12 @@ def _limit_gathered(layers: Iterable[Any]) -> None:
 
 
 def _prefetch_one_layer(model: Any) -> dict[str, int]:
-    """Return the settings with which DeepSpeed prefetches one layer and keeps no other layer gathered.
+    """Return the DeepSpeed settings that prefetch one layer and keep no other layer gathered.
 
-    By default, DeepSpeed stops prefetching if 10^9 elements are gathered (partitioned_param_coordinator.py). The head,
-    the embedding and one layer of a 14B model exceed this limit (TRL's loss gathers the head first). Between passes,
-    DeepSpeed keeps up to 10^9 elements gathered. It also keeps the embedding, because leaf modules count as zero
-    elements. Small weights stay unsharded, as in transformers.
+    By default, DeepSpeed stops prefetching when 10^9 elements are gathered (partitioned_param_coordinator.py). The head
+    (gathered first, by TRL's loss), the embedding and one layer of a 14B model have more elements. By default, a weight
+    also stays gathered if it is needed again within the next 10^9 elements. Layers are leaf modules and count as zero
+    elements, so the embedding would stay gathered. Small weights are not sharded, as in transformers.
     """
     small = 10 * base_model(model).config.get_text_config().hidden_size
     sizes = [[_elements(parameter) for parameter in layer.parameters()] for layer in decoder_layers(model)]
