@@ -38,7 +38,7 @@ def usable_gib(gpu: Gpu) -> float:
 
 
 def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
-    """Return an error message if a run needs more memory than a machine (`described`, a machine.json) has, or None."""
+    """Return an error message if a machine has too little memory for a run, or None. `described` is a machine.json."""
     return memory_problem(spec, first_gpu(described) or None, store, (described.get("cpu") or {}).get("memory_gb"))
 
 

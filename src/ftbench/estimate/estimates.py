@@ -55,7 +55,7 @@ class Answer:
 
 
 class Target(NamedTuple):
-    """A GPU to estimate for: a row of the GPU table, or a number of GiB. The driver reports `total` GiB."""
+    """A GPU to estimate for: a row of the GPU table, or its memory in GiB. `total`: GiB that the driver reports."""
 
     name: str
     gpu: Gpu | float

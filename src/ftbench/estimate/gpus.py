@@ -112,7 +112,7 @@ def gpus_called(text: str) -> list[Gpu]:
 
 
 def _same(word: str, own: str, or_memory: bool) -> bool:
-    """Return whether `word` is `own` or a short form: `sxm` for `sxm4`. With `or_memory`, `80` also matches `80gb`."""
+    """Return whether `word` matches a GPU's word `own`: equal, `sxm` for `sxm4`, or (`or_memory`) `80` for `80gb`."""
     return own == word or (word.isalpha() and own.rstrip("0123456789") == word) or (or_memory and own == f"{word}gb")
 
 

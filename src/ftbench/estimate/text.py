@@ -67,7 +67,7 @@ def as_text(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope, nearest
 
 
 def fit_words(memory: MemoryEstimate) -> str:
-    """Return `fits`, `does not fit`, or the probability that the training fits.
+    """Return `fits`, `does not fit`, or words with the probability of fitting, such as `likely fits (about 70 %)`.
 
     The probability is computed from two values: the range of the estimated memory, and the usable memory of the GPU."""
     if memory.verdict != "uncertain":

@@ -173,9 +173,9 @@ def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
 
     Source: DeepSpeed 0.19, partitioned_param_coordinator.py, and traces of its fetches on the CPU. The head stays
     gathered from start to end, because trl's loss reads the weight of the head outside the head's forward pass. With
-    gradient checkpointing, each layer is gathered as one unit (worker/parallel/zero.py). Then the current layer and the
-    next layer are added, and at the end the embedding. Otherwise, weights up to DeepSpeed's prefetch limit are
-    gathered."""
+    gradient checkpointing, each layer is one unit (worker/parallel/zero.py). Then the head, the current layer and the
+    next layer are gathered, and at the end of the backward pass also the embedding. Without gradient checkpointing,
+    DeepSpeed gathers weights up to its prefetch limit (LIVE)."""
     largest, head = model.largest_layer, model.parameters["head"] or model.parameters["embedding"]
     embedding, c = 0 if model.tied else model.parameters["embedding"], float(plan.compute)
     there = head + 2 * largest if plan.checkpointing != "off" else max(head, min(LIVE, model.total))

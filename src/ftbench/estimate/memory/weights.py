@@ -88,7 +88,7 @@ class Group:
 
 
 def groups(plan: TrainingPlan, layer: Layer) -> list[Group]:
-    """Return the layer groups that fused_lora forms in one decoder layer (worker/optimizations/fused_lora.py)."""
+    """Return fused_lora's groups of linear layers in one decoder layer (worker/optimizations/fused_lora.py)."""
     together = grouped_by(layer.reached(plan.targets), lambda linear: _SIBLINGS.get(linear.name, linear.name))
     return [
         Group(linears[0].reads, linears[0].inputs, sum(linear.outputs for linear in linears), plan.rank * len(linears),
@@ -179,7 +179,7 @@ def optimizer_state(name: str, count: float, width: float, embedding: float = 0)
 
 
 def paged_state(name: str, count: float, width: float, embedding: float = 0) -> float:
-    """Return the bytes of a paged optimizer outside torch's allocator. They are on the GPU if memory is free."""
+    """Return the bytes of a paged optimizer's state, outside torch's allocator. The GPU holds it if memory is free."""
     return 8 * embedding + 2 * (count - embedding) if name.startswith("paged") else 0.0
 
 

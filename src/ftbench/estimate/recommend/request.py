@@ -166,9 +166,9 @@ def _samples(request: RecommendRequest, spec: Experiment, history: RunHistory) -
 
 
 def with_lengths(answer: Recommendation) -> Recommendation:
-    """Add the best variants for half and for twice the mean sample length, on the best GPU, to a recommendation.
+    """Return the recommendation with `lengths`: the best variants on its best GPU for half and twice the mean length.
 
-    The recommendation does not change if the sample lengths are unknown, or if the samples have images."""
+    `lengths` stays empty if the sample lengths are unknown, if the samples have images, or if no variant fits."""
     goal, memory_cache = answer.goal, MemoryCache()
     if not answer.options or goal.spec.dataset.has_images or goal.history.lengths(goal.spec).upper_bound:
         return answer

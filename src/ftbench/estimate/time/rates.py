@@ -118,7 +118,7 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
 
 
 def _network(gpu: Gpu) -> float:
-    """Return the GB/s between two GPUs of this kind: the rate that NCCL computes from the data sheet.
+    """Return the GB/s between two GPUs of this kind: the data sheet's rate times the share that NCCL assumes.
 
     If the driver does not allow peer access, the rate is halved, because each byte goes through host memory."""
     return (gpu.link or 0.0) * _NCCL_SHARE * (1.0 if gpu.peer_access else 0.5)

@@ -57,7 +57,7 @@ def concatenates(spec: Experiment) -> bool:
     """Return whether unsloth concatenates the samples of a batch by default, without padding.
 
     Since December 2025, unsloth concatenates text samples, except for Gemma 2 and gpt_oss (unsloth/trainer.py,
-    PADDING_FREE_BLOCKLIST). ftbench ignores unsloth's rule for small steps (utils/padding_choice.py)."""
+    PADDING_FREE_BLOCKLIST). unsloth may pad small steps (utils/padding_choice.py), which estimates ignore."""
     if not isinstance(spec.method, Unsloth) or spec.method.padded or spec.optimizations.fixed_shape:
         return False
     return not spec.dataset.has_images and family(spec.model) not in ("gemma2", "gpt_oss")

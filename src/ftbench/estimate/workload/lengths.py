@@ -203,7 +203,7 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
 
 
 def _bytes_held(value: Any) -> int:
-    """Return an upper bound of the tokens in a row: one per byte of text, and 5 per value for chat templates."""
+    """Return an upper bound of a row's tokens: one per byte of text, and _TURN per value, for the chat template."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):
@@ -212,7 +212,7 @@ def _bytes_held(value: Any) -> int:
 
 
 def _sequences(row: Example, prompts: bool) -> Iterator[tuple[dict[str, Any], ...]]:
-    """Yield the messages of each sequence of a row. A preference pair has two. `prompts` yields only questions."""
+    """Yield the messages of each sequence of a row: two sequences for a pair, only the question with `prompts`."""
     if row.text is not None:
         yield ({"content": row.text},)
     elif prompts:

@@ -52,8 +52,8 @@ def is_rough(spec: Experiment) -> bool:
     """Return whether estimates of a spec have large errors: unsloth with packing, and frameworks other than trl.
 
     On a large model, unsloth with packing took 14 % more memory than without packing, and more than twice the time.
-    Other frameworks took 17 % more memory than trl, and 19 % less with QLoRA (headline-first/short-equal and frameworks
-    in results/h200)."""
+    Compared with trl, other frameworks took 17 % more memory with LoRA, and 19 % less with QLoRA. The runs are in
+    results/h200 (headline-first/short-equal and frameworks)."""
     packed = isinstance(spec.method, Unsloth) and spec.optimizations.packing
     return packed or spec.launch.framework != "trl"
 

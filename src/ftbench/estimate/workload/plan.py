@@ -193,7 +193,7 @@ def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
 
 
 def fused(spec: Experiment) -> Fused:
-    """Return how fused_lora computes adapters: `augmented` (in the base weights), `separate`, or `off`.
+    """Return how fused_lora computes adapters: `augmented` (extra rows and columns of weights), `separate`, or `off`.
 
     `augmented` needs unquantized base weights in the compute dtype on the GPU."""
     if not (on := spec.optimizations).fused_lora:
