@@ -19,7 +19,7 @@ from ftbench.worker.outcome import Phases, Terminated, exit_now, of_exception
 
 
 def main(path: str, handed_over: bool = False) -> int:
-    """Train the run in `path` and return the exit code. With `handed_over`, this is another framework's interpreter."""
+    """Train the run in `path`. Return the exit code. `handed_over`: this is the interpreter of another framework."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
     directory = RunDir(Path(path), parallel.rank())

@@ -41,7 +41,7 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
             return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Return log probabilities of the reference. Use autocast here: accelerate adds autocast only for training."""
+        """Return log probabilities of the reference model. Enter autocast, which accelerate enters only in training."""
         with self.accelerator.autocast():
             return super().compute_ref_log_probs(model, {key: inputs[key] for key in inputs if key != COUNT})
 

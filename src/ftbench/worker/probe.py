@@ -1,7 +1,7 @@
 """Measure the machine in the child process of `ftbench probe`: `python -m ftbench.worker.probe OUT_FILE`.
 
-OUT_FILE is written before each item. If the process is killed, the file contains the earlier results. A GB has 10**9
-bytes, as in data sheets.
+OUT_FILE is updated before each measurement. If the process is killed, the file contains the earlier results. 1 GB is
+10**9 bytes, as in data sheets.
 """
 
 import math
@@ -37,7 +37,7 @@ Call = Callable[[], object]
 
 
 class Document:
-    """The results so far and the name of the current item, in a JSON file."""
+    """The results so far and the name of the current measurement, in a JSON file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -74,7 +74,7 @@ def main(out: Path) -> int:
 
 
 def measure(document: Document, hardware: torch.device, gpu: dict[str, Any]) -> None:
-    """Measure all items of a device and add them to the document. `gpu` is the driver's description of the GPU."""
+    """Run all measurements of a device and write the results to `document`. `gpu` is the driver's GPU description."""
     cuda, figures = hardware.type == "cuda", document.figures
     figures["device"] = {"kind": hardware.type, "name": torch.cuda.get_device_name(hardware) if cuda else None,
                          **({} if cuda else {"threads": torch.get_num_threads()})}  # fmt: skip

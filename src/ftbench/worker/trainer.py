@@ -69,7 +69,7 @@ class TrainerMixin:
         return []
 
     def facts(self) -> dict[str, Any]:
-        """Return the entries of applied.json about the objective."""
+        """Return the entries of applied.json about the objective (DPO or GRPO). SFT does not have such entries."""
         return {}
 
 
@@ -89,7 +89,7 @@ class Trainer(TrainerMixin, SFTTrainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return trl's loss. trl also computes entropy and accuracy from the logits.
 
-        Fused losses do not have logits. They use the method of transformers without these metrics.
+        Fused losses do not compute logits. For them, use transformers' method, which does not compute these metrics.
         """
         count = inputs.pop(COUNT)
         if parallel.rank() is not None and not self.model.training:

@@ -40,7 +40,7 @@ class TrainingRun:
         self.facts: dict[str, Any] = {"resolved": resolved} if resolved else {}
 
     def position(self) -> tuple[str, int | None]:
-        """Return the current phase and None. During training, return the part of the step and the step number."""
+        """Return the part of the step and the step number during training. Otherwise, return the phase and None."""
         if self.phases.current == "train" and self.recorder and self.recorder.position:
             return self.recorder.position, self.recorder.step or None
         return self.phases.current, None
@@ -155,6 +155,6 @@ def _require(model: Model, loaded: Any, report: dict[str, Any]) -> None:
 
 
 def _first(names: Collection[str]) -> str:
-    """Return the first three names, and the number of the remaining names."""
+    """Return the first three names in one text, with the number of the remaining names."""
     first = ", ".join(sorted(names)[:_SHOWN])
     return f"{first} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else first

@@ -111,9 +111,9 @@ class Collator:
     def _concatenated(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
         """Return a batch with one row that contains all samples.
 
-        Positions restart at 0 in each sample, and attention uses them to find the sample boundaries. The first token of
-        a sample has no label. With a fixed shape, filler samples without labels complete the row. If every row has one
-        sample, each sample is padded instead. A causal mask makes padding safe and allows faster batched attention.
+        Positions restart at 0 in each sample, and attention uses positions to find the sample boundaries. The first
+        token of a sample has no label. With a fixed shape, padding-only samples fill the row. If all rows of the data
+        set have one sample, each sample is padded to one length instead. Batched attention is then faster.
         """
         if self._fixed and self._most is None:
             samples = [self._filled(sample, self._fixed) for sample in samples]
@@ -204,7 +204,7 @@ def samples_of(row: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def filled(rows: Sequence[Row], size: int) -> list[Row]:
-    """Append empty rows up to a multiple of `size`. All ranks then get the same number of batches."""
+    """Return the rows, with empty rows up to a multiple of `size`. All ranks then get the same number of batches."""
     return [*rows, *([] for _ in range(-len(rows) % size))]
 
 

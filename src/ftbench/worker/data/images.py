@@ -209,8 +209,8 @@ class Pixels:
         return np.load(self._path(picture), mmap_mode="r")
 
     def batch(self, pictures: Sequence[Picture], rows: Mapping[str, np.ndarray], tiles: int = 0) -> dict[str, Any]:
-        """Return the image inputs for a batch with the token `rows`. Pad each image to at least `tiles` tiles. If the
-        batch concatenates samples and the model does not use tiles, also return new `position_ids`."""
+        """Return the image inputs for a batch. `rows` are its token inputs. Pad each image to at least `tiles` tiles.
+        If the batch concatenates samples and the model does not use tiles, also return new `position_ids`."""
         batch = self._inputs(pictures, rows["input_ids"], tiles)
         if "position_ids" in rows and not self.shape.tile:
             batch["position_ids"] = self._positions(pictures, rows)

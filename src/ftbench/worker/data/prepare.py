@@ -63,7 +63,7 @@ def _total(rows: Sequence[Row]) -> int:
 
 def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | None = None) -> Prepared:
     """Read or generate the samples, tokenize them, and order them as the spec requests. Generated token ids are below
-    `vocab_size`. A vision model needs `pixels`. Raise DataError for an unusable row of a file."""
+    `vocab_size`. A vision model needs the image converter `pixels`. Raise DataError for an unusable row of a file."""
     dataset = spec.dataset
     count, warnings = (dataset.samples or 0) + dataset.eval_samples, list[str]()
     if dataset.name == "synthetic":
@@ -118,7 +118,7 @@ def grouped(samples: Sequence[Tokens], batch_size: int, seed: int) -> list[Token
 
 
 def longest_first(samples: Sequence[Tokens], batch_size: int) -> list[Tokens]:
-    """Move the `batch_size` longest samples to the front. Raise SpecError for fewer than `batch_size` samples."""
+    """Return the samples, the `batch_size` longest first. Raise SpecError for fewer than `batch_size` samples."""
     if len(samples) < batch_size:
         raise SpecError(
             f"dataset.longest_first needs at least train.batch_size {batch_size} samples, and there are "

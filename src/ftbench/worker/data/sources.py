@@ -82,7 +82,7 @@ def _hub(dataset: Dataset) -> HubRows:
 
 
 def export(dataset: Dataset, out: Path, most: int, pairs: bool = False) -> None:
-    """Write at most `most` evenly spaced rows to `out`, without unusable rows. Write the total number of rows and the
+    """Write at most `most` evenly spaced rows to `out`, but skip unusable rows. Write the total number of rows and the
     row format to a second file with the suffix `.count`."""
     rows = open_rows(dataset)
     format_name = row_format(dataset, rows[0], rows.where(0), pairs)

@@ -26,8 +26,8 @@ def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
 
 
 def draw_pairs(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
-    """Return `count` preference pairs. Both sequences of a pair start with the same prompt. Its length is half of the
-    shorter sequence. In tasks, the chosen answers are correct and can be learned. Rejected answers are random."""
+    """Return `count` preference pairs. Both sequences of a pair start with the same prompt. The prompt is half of
+    the shorter sequence. In tasks, the chosen answers are correct and can be learned. Rejected answers are random."""
     drawn = draw(dataset, 2 * count, vocab_size)
     noise = _random(np.random.default_rng(dataset.seed + 1), [len(each.ids) for each in drawn[1::2]], vocab_size)
     return [_pair(chosen.ids, rejected, vocab_size) for chosen, rejected in zip(drawn[::2], noise, strict=True)]
@@ -69,8 +69,8 @@ def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, s
 
 
 def _roles(generator: np.random.Generator, vocabulary: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays of token ids: the markers and separator of the tasks, and the symbols. The seed changes only
-    the order of the ids."""
+    """Return two arrays of token ids: markers of the tasks with a separator, and symbols for questions and answers.
+    The seed changes only the order of the ids."""
     if len(vocabulary) < SYMBOLS + 4:
         raise SpecError(f"dataset.structure tasks needs a vocabulary of {SYMBOLS + 4} tokens, not {len(vocabulary)}")
     tokens = generator.permutation(np.random.default_rng(0).choice(vocabulary, SYMBOLS + 4, replace=False))

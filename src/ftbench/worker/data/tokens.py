@@ -51,7 +51,7 @@ Row = list[Tokens]  # the samples in one row of a batch
 def tokenise(
     tokenizer: Any, example: Example, max_length: int, loss_on: str, images: SampleImages | None = None
 ) -> Tokens:
-    """Return the tokens of an example. Plain text has labels for all tokens, like a dialogue with `loss_on="all"`.
+    """Return the tokens of an example. Plain text or `loss_on="all"`: all tokens except image tokens have labels.
 
     Raises:
         BadRow: The number of image markers in the text differs from the number of images.
@@ -165,7 +165,7 @@ def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int]
 
 
 def _end_of_content(tokenizer: Any, messages: Sequence[dict[str, str]], turn: int, ids: list[int]) -> int:
-    """Return the position in `ids` after the text of a turn. A longer text gives the same tokens from there on."""
+    """Return the index in `ids` after the text of a turn. The tokens from this index on do not depend on the text."""
     content = messages[turn]["content"]
     mark = "!" if content.rstrip().endswith("?") else "?"
     other = [*messages[:turn], messages[turn] | {"content": f"{content} {mark}"}, *messages[turn + 1 :]]

@@ -20,8 +20,8 @@ _PLAIN = {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "ftbenc
 
 
 def of_trainer(trainer: Any, labels: int, divisor: Any) -> dict[str, Any]:
-    """Return the settings in effect after the first step. `labels` is the number of label tokens in the step. `divisor`
-    divides the loss (None: unknown). In transformers 4, `divisor` includes the first token of each row."""
+    """Return the settings in effect after the first step. `labels` is the number of label tokens in the step. The loss
+    is divided by `divisor` (None: unknown). In transformers 4, first tokens of rows also count in `divisor`."""
     also = ", and first tokens of rows" if divisor is not None and int(divisor) > labels else ""
     optimizer = effective_config.innermost(trainer.optimizer)
     precision = trainer.accelerator.mixed_precision

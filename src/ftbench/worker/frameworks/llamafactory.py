@@ -38,7 +38,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 
 def best(spec: Experiment) -> dict[str, Any]:
-    """Return LLaMA-Factory's best settings: Liger's kernels and loss. For unsloth, use ftbench's method `unsloth`."""
+    """Return LLaMA-Factory's best settings: Liger's kernels and loss. For unsloth, ftbench has the method `unsloth`."""
     return {"enable_liger_kernel": True}
 
 

@@ -30,8 +30,8 @@ _OPTIMIZERS = {"adamw_torch": "adam", "sgd": "sgd"}
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
     """Return the settings under the names of Megatron's command-line options.
 
-    The optimizer updates weights in `model.dtype`, as in trl. bfloat16 weights are updated directly. With float32
-    weights and bf16 matrix products, Megatron updates float32 main copies of bfloat16 weights.
+    The optimizer updates weights in `model.dtype`, as in trl. bfloat16 weights are updated directly. For float32
+    weights and bf16 matrix products, Megatron stores bfloat16 weights, and updates float32 main copies of them.
     """
     train, launch = spec.train, spec.launch
     main_copies = spec.model.dtype == "float32" and train.precision == "bf16"
@@ -219,6 +219,6 @@ def _padded(samples: list[own_loop.Sample]) -> tuple[Tensor, Tensor, BatchCount]
 
 
 def _loss(targets: Tensor, scale: float, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `scale * sum(losses)` over positions with a target, and a copy for the recorder."""
+    """Return the loss, and a copy for the recorder. Loss = `scale * sum(losses)` over positions with a target."""
     loss = losses.float().where(targets != IGNORE, 0.0).sum() * scale
     return loss, {"loss": loss.detach().clone()}

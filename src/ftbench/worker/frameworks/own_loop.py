@@ -48,7 +48,7 @@ def total_steps(spec: Experiment, rows: int) -> int:
 
 def steps_of(spec: Experiment, rows: int) -> Iterator[list[list[range]]]:
     """Yield the micro-batches of each step. A micro-batch contains a range of row numbers for each data-parallel rank.
-    The batches are the same as in trl. The last batches of an epoch are shorter or empty."""
+    The batches are the same as in trl. The last batches of an epoch can be shorter or empty."""
 
     def endless() -> Iterator[list[list[range]]]:
         size, shares, several = spec.train.batch_size, spec.launch.shares, spec.train.gradient_accumulation_steps

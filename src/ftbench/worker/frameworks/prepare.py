@@ -1,5 +1,5 @@
-"""First part of a run with another framework, in ftbench's interpreter: create weights, tokenize data, and replace this
-process by the framework's interpreter."""
+"""First part of a run with another framework, in ftbench's interpreter: create random weights (if requested), tokenize
+the data, and replace this process by the framework's interpreter."""
 
 import json
 import os

@@ -143,8 +143,8 @@ def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
 
 
 def _without_counts(trainer: Any, first: list[tuple[int, Any]]) -> Callable[..., Any]:
-    """Wrap compute_loss to remove the token counts from a batch. For each micro-batch of the first step, append the
-    number of label tokens and the trainer's divisor of the loss to `first`."""
+    """Wrap compute_loss to remove the token counts from a batch. For each micro-batch of the first step, append a pair
+    to `first`: the number of label tokens, and the trainer's divisor of the loss."""
     compute = trainer.compute_loss
 
     def compute_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -137,7 +137,7 @@ def _prompts_carry_loss(batch: dict[str, Any]) -> None:
 
 
 def _one_sample(batch: dict[str, Any]) -> None:
-    """Give the positions of a packed row consecutive numbers. Attention then treats the row as one sample."""
+    """Give the positions of a packed row the values 0, 1, 2, ... Attention then treats the row as one sample."""
     batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in batch:

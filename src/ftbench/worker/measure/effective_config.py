@@ -120,7 +120,7 @@ def _loss(trainer: Any, spec: Experiment) -> str:
 
 
 def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]:
-    """Return warnings about damaged or interrupted runs, and about layers without adapters or quantization."""
+    """Return warnings about `measure.control`, interrupted steps, and layers without adapters or quantization."""
     from ftbench.worker.methods import lora
 
     messages = []
@@ -211,7 +211,7 @@ def vision_shape(model: Any) -> VisionMatmulShape | None:
 
 
 def _matrices(model: Any) -> Iterator[tuple[str, str, int, bool]]:
-    """Yield the name, module kind and number of elements of each matrix, and True if the matrix is trained."""
+    """For each weight matrix, yield its name, module kind and number of elements, and whether it is trained."""
     for name, parameter in model.named_parameters():
         state = getattr(parameter, "quant_state", None)
         if (parameter.ndim >= 2 or state is not None) and not name.endswith("bias"):

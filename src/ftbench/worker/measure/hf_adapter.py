@@ -107,7 +107,7 @@ class HfRecording(TrainerCallback):
 def mean_loss(evaluated: list[tuple[BatchCount, Any]], weighed_by: str) -> float | None:
     """Return the mean loss per label token, or per preference pair.
 
-    The trainer's own `eval_loss` weights batches by samples, so its value per token depends on the batch size.
+    In the trainer's `eval_loss`, the weight of a batch is its number of samples. The result depends on the batch size.
     """
     weights = [(float(getattr(count, weighed_by)), loss) for count, loss in evaluated if loss is not None]
     pairs = [(weight, float(loss)) for weight, loss in weights if weight]

@@ -225,7 +225,7 @@ class Recorder:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return the columns of steps.csv about the current state of this process: ranks and memory."""
+        """Return the columns of steps.csv about this process: its ranks, host memory and device memory."""
         return {"rank": self._rank, "data_rank": self._data_rank, "host_memory_gb": resident_gb(), **self.memory.read()}
 
     def _copy_to_host(self, values: list[torch.Tensor]) -> torch.Tensor | None:

@@ -145,7 +145,7 @@ class GpuLoad:
 def own_processes(nvml: Any, handle: Any, before: Collection[int]) -> set[int]:
     """Return the process ids that NVML lists for this run. Call this after the run has a CUDA context.
 
-    In a container, NVML can list a process under another id. Then return all process ids that are not in `before`.
+    In a container, NVML can list other ids. Then return the listed ids that are not in `before` (ids before the run).
     """
     try:
         pids = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}

@@ -72,8 +72,8 @@ def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
 def _targets_by_part(model: Any, method: Any) -> list[str]:
     """Return the full names of the layers that get adapters in a vision model, because short names are not unique.
 
-    In the language model, these are the target layers. In encoder and projector, these are all linear layers if the
-    spec requests adapters there.
+    In the language model, these are the target layers of the spec. If the spec also requests adapters in the encoder or
+    the projector, add all linear layers of this part.
     """
     names = []
     for name, module in model.named_modules():

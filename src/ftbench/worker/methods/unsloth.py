@@ -150,8 +150,8 @@ def applied(trainer: Any) -> dict[str, Any]:
 
 
 def _graph_shapes(layer: Any) -> int:
-    """Return the number of batch shapes for which unsloth has CUDA graphs of this layer class. The number comes from
-    closure variables of the class's `forward`."""
+    """Return the number of batch shapes with CUDA graphs of this layer's class. unsloth stores the shapes in closure
+    variables of the class's `forward`."""
     forward = type(layer).forward
     for _ in range(2):  # the variables are in the function that `forward` calls
         names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
