@@ -1,9 +1,9 @@
 """Run an AdamW step with one kernel per parameter.
 
 The kernel reads the weight, the gradient and two moments once, and writes the weight and both moments once. If all
-tensors have 16 bits, it moves (4 + 3) * 2 = 14 bytes per weight. It also multiplies the gradient by the clipping
-factor. Clipping in a separate kernel would read and write the gradient once more. It needs no temporary memory.
-torchao's own step copies 8-bit moments to two float32 tensors: 4.6 GiB for the head of Qwen3-8B.
+tensors have 16 bits, it moves (4 + 3) * 2 = 14 bytes per weight. The kernel also multiplies the gradient by the
+clipping factor. Clipping in a separate kernel would read and write the gradient once more. The kernel needs no
+temporary memory. torchao's step copies 8-bit moments to two float32 tensors: 4.6 GiB for the head of Qwen3-8B.
 
 bfloat16 weights and second moments are rounded stochastically. Most updates of a weight are smaller than half of its
 last bit, and the second moment decays by 0.1 % per step. Rounding to the nearest value would discard these changes.
@@ -34,7 +34,7 @@ def _hash(x: tensor) -> tensor:
 @triton.jit
 def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
     """Return float32 `values` in the dtype `to`. For bfloat16, round stochastically: add 16 random `bits` to the last
-    16 bits, then clear the last 16 bits. Keep NaN unchanged: adding 1 to the bits of a GPU's NaN would give -0."""
+    16 bits, then clear the last 16 bits. Keep NaN unchanged, because the addition can turn a GPU's NaN into -0."""
     if to == tl.bfloat16:
         drawn = (values.to(tl.uint32, bitcast=True) + bits) & tl.full((), 0xFFFF0000, tl.uint32)
         values = tl.where(values == values, drawn.to(tl.float32, bitcast=True), values)
@@ -104,7 +104,7 @@ def _adamw(
 
 
 def _parts(moment: Any) -> tuple[torch.Tensor, Any, Any]:
-    """Return values, scales and the table of codes. A moment that is not in 8 bits has only values."""
+    """Return (values, scales, table of codes). Scales and table are None for a moment that is not in 8 bits."""
     return (moment.codes, moment.scale, moment.qmap) if hasattr(moment, "qmap") else (moment, None, None)
 
 

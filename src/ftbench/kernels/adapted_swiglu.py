@@ -64,8 +64,8 @@ def _adapted_swiglu_forward(
     tokens: tensor, columns: tensor, mid_row: tensor, b_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor,
     LIMIT: constexpr, AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Compute [gate up] = base + mid @ b' and gated = silu(gate) * up. Write gated in 8 bits to `small`, and partial
-    sums of gated @ a' to `of_rows`. n programs share the same ROWS tokens. Each of them handles every n-th tile."""
+    """Compute [gate up] = base + mid @ b' and gated = silu(gate) * up. Write gated in 8 bits to `small`. n programs
+    share ROWS tokens. Each of them handles every n-th tile, and writes its part of the sum gated @ a' to `of_rows`."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -98,9 +98,9 @@ def _adapted_swiglu_backward(
     b_row: tensor, thin_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor, size: tensor, LIMIT: constexpr,
     AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of gate and up in 8 bits to `small` (tokens, 2 * inner). One program handles COLUMNS columns
-    and `size` tokens. It also writes partial sums. `of_rows` is the gradient of mid, summed over the program's columns.
-    `of_columns` contains the gradients of b and a, summed over the program's tokens."""
+    """Write the gradients of gate and up in 8 bits to `small` (tokens, 2 * inner). A program handles COLUMNS columns
+    and `size` tokens. It writes the gradient of mid, summed over its columns, to `of_rows`. It writes the gradients of
+    b and a, summed over its tokens, to `of_columns`. The module docstring defines mid, b and a."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -181,9 +181,9 @@ def gate_gradients(
     maxima: torch.Tensor, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return five tensors: the gradients of gate and up side by side in 8 bits (tokens, 2 * inner), the factor that
-    undoes their scale, and the gradients of mid, b and a. The gradient of gated = silu(gate) * up is dout + thin @ a.
-    dout (tokens, inner) is the part of this gradient from the frozen weight of down_proj. `base` must be contiguous.
-    mid, b, thin and a may have any row stride."""
+    undoes the scale of these 8-bit values, and the gradients of mid, b and a (see the module docstring). The gradient
+    of gated is dout + thin @ a, where dout (tokens, inner) comes from the frozen weight of down_proj. `base` must be
+    contiguous. mid, b, thin and a may have any row stride."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
     constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
     tiles, wide = triton.cdiv(columns, TILE["COLUMNS"]), constants["RANK"]

@@ -112,12 +112,12 @@ class Beside(torch.autograd.Function):
     """Return the adapter product s * (x @ A') @ B' (tokens, output width) of each layer for x: (tokens, in).
 
     `a` is A of all layers (layers * rank, in). `b` is s * B of all layers (sum of output widths, rank). `sizes` are the
-    output widths. `scales_and_adapters` are the scales of all layers, then A and B of each layer. A and B receive
-    the gradients, but their values are read from `a` and `b`.
+    output widths. `scales_and_adapters` are the scales of all layers, then A and B of each layer. A and B receive the
+    gradients, but their values are read from `a` and `b`.
 
     Scales and adapters are one `*` parameter because of torch.compile (torch 2.11 and 2.13, `call_apply`). Without
-    gradients, it assumes that `forward` has no `ctx` if a call has n arguments and `forward` has n parameters. With
-    separate parameters, this would happen for a single layer.
+    gradients, it assumes that `forward` has no `ctx` if a call has n arguments and `forward` has n parameters. With a
+    separate parameter for the scales, n would be 7 for both with a single layer.
     """
 
     @staticmethod

@@ -23,8 +23,8 @@ SMALLEST = constexpr(1e-12)
 
 @triton.jit
 def scale_to(known: tensor, seen: tensor, LIMIT: constexpr) -> tensor:
-    """Return the scale of the cast, LIMIT / (ROOM * known). `known` is the maximum magnitude of the previous step. In
-    the first step, it is 0, and the scale is LIMIT / (current maximum). `seen` points to the current maximum."""
+    """Return the scale of the cast: LIMIT / (ROOM * known). `known` is the maximum magnitude in the previous step. If
+    it is 0 (first step), return LIMIT / maximum. `seen` points to the maximum of the current step."""
     largest = tl.where(known > 0, known * ROOM, tl.load(seen))
     return LIMIT / tl.maximum(largest, SMALLEST)
 
@@ -76,15 +76,15 @@ cast_by_last.register_fake(lambda x, maxima, dtype: (x.new_empty(x.shape, dtype=
 
 class Maxima:
     """Stores the largest magnitudes of each layer. `values` is (layers, 2, 2). The axes are layer, input or gradient,
-    and previous or current step. Checkpoints do not contain these values, so a resumed run starts with zeros."""
+    and previous (0) or current (1) step. Checkpoints do not contain `values`, so a resumed run starts with zeros."""
 
     def __init__(self, layers: int, device: Any) -> None:
         self.values = torch.zeros(layers, 2, 2, device=device)
         self.trained = False
 
     def next_pass(self, model: torch.nn.Module, *_: Any) -> None:
-        """Start a forward pass: copy the maxima of the last training pass to `previous step`, and set `current step`
-        to 0. Discard maxima from evaluation. All scales stay the same until the next forward pass."""
+        """Start a forward pass: after a training pass, copy `values[..., 1]` to `values[..., 0]`. After an evaluation,
+        do not. Set `values[..., 1]` to 0. All scales stay the same until the next forward pass."""
         # `.data` hides this write from autograd, which may still need the maxima for the backward pass of an earlier
         # forward pass. Example: the reference model runs between the two passes of the policy.
         known, seen = self.values.data.unbind(-1)

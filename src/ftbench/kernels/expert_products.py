@@ -71,8 +71,7 @@ class GroupedExperts:
         return result
 
     def frozen(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Return each row times the matrix `name` of its expert. `experts` has the expert of each row (`ends`: see
-        `grouped`)."""
+        """Return the product of each row with the matrix `name` of its expert. `experts` has the expert of each row."""
         matrices = getattr(self, name)
         return grouped(rows, matrices if self.is_transposed else matrices.transpose(-2, -1), ends)
 

@@ -88,7 +88,7 @@ def read(path: Path) -> Trace:
 
 
 def _read_events(path: Path, trace: Trace) -> dict[str, Any]:
-    """Parse a trace file. To save memory, add one event at a time to `trace`. Return the rest of the document."""
+    """Parse a trace file. Add its events to `trace` one by one, to save memory. Return the other keys of the file."""
 
     def keep(value: dict[str, Any]) -> dict[str, Any] | None:
         if "ph" not in value:

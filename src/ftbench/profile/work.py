@@ -156,8 +156,8 @@ def _cut(text: str) -> str:
 class DeviceWork:
     """A kernel on the GPU. If there is no GPU, it is a time interval in which a CPU operator ran its own code.
 
-    `operator` is the innermost operator that launched the kernel, or empty. `call` is 1 for the first interval of an
-    operator, and 0 for its other intervals.
+    `operator` is the innermost operator that launched the kernel, or empty. `call` is 1 for a kernel and for the first
+    interval of an operator call, and 0 for later intervals. `begin` and `end` are in ms.
     """
 
     name: str
@@ -183,7 +183,7 @@ class PhaseSpans:
         return rows.OTHER
 
     def within(self, begin: float, end: float) -> Iterator[tuple[str, float]]:
-        """Yield (phase, duration) for each phase in an interval. The duration is the part inside the interval."""
+        """Yield (phase, duration) for each phase that overlaps the interval. The duration is the overlap in ms."""
         for index in range(max(0, bisect_right(self._begins, begin) - 1), len(self._phases)):
             start, stop, name = self._phases[index]
             if start >= end:

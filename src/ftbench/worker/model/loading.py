@@ -113,9 +113,9 @@ def trains_in_32_bits(spec: Experiment) -> bool:
 
 
 def skeleton(kind: Any, config: Any, spec: Experiment) -> Any:
-    """Return a model with uninitialized weights, which get their values during sharding. Only the buffers take memory,
-    because the host allocates a page of memory when it is first written. With mixed precision, trained weights are
-    created in float32, because accelerate would convert them anyway. With pp, trained weights are converted later."""
+    """Return a model with uninitialized weights on the host. The weights take no memory until they get values during
+    sharding, because the system allocates a page at the first write. With 16-bit products, weights of `full` are
+    created in float32, because accelerate would convert them anyway. With pp, weights are converted later."""
     wide = trains_in_32_bits(spec) and not spec.launch.pp
     dtype = torch.float32 if wide else getattr(torch, spec.model.dtype)
     with torch.device("meta"):
@@ -137,8 +137,8 @@ def attention_of(spec: Experiment) -> dict[str, str]:
 
 
 def _quantised(spec: Experiment, source: str) -> Any:
-    """Return the config that loads published MXFP4 weights in 16 bits, or None. Raise SpecError if the method would
-    quantise weights that are already published in a quantised format."""
+    """Return the config that loads published MXFP4 weights in 16 bits. Return None for other weights. Raise SpecError
+    if the method would quantise weights that are already published in a quantised format."""
     config = getattr(load_config(spec.model, source), "quantization_config", None)
     if config is None:
         return None
@@ -184,7 +184,7 @@ def reach(model: Model, load: Any) -> Any:
 
 
 def reach_description(model: Model, load: Any) -> Any:
-    """Call `load` for a configuration, tokenizer or processor. Raise SpecError or MissingError for every error."""
+    """Call `load` for a configuration, tokenizer or processor. Turn each error into SpecError or MissingError."""
     try:
         return reach(model, load)
     except (FtbenchError, MemoryError):

@@ -173,7 +173,7 @@ def _skeleton(config: Any, model: Model, layout: str | None) -> Any:
 
 
 def _tensors(skeleton: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return a model's tensors on the meta device by name, without tied tensors, and the names of tied tensors."""
+    """Return {name: meta tensor} of a model without tied tensors, and {name of a tied tensor: name of its source}."""
     tied = dict(getattr(skeleton, "_tied_weights_keys", None) or {}) if skeleton.config.tie_word_embeddings else {}
     return {name: each for name, each in skeleton.state_dict().items() if name not in tied}, tied
 
@@ -237,7 +237,7 @@ def _draw(
     """Return random tensors with the names, shapes and dtypes of `like`. Create them in parallel on the device `where`.
 
     Norms are ones and biases are zeros, as transformers initializes them. Other weights are normally distributed with
-    standard deviation `std`. MXFP4 codes are uniformly distributed. One scale brings their deviation close to `std`.
+    standard deviation `std`. MXFP4 codes are uniformly distributed, and their scale gives a deviation close to `std`.
     """
     tensors: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, torch.Tensor]] = []

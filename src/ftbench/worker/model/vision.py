@@ -43,7 +43,7 @@ def architecture(config: Any) -> str:
 
 
 def processor_class(model_type: str) -> Any:
-    """Return the class of the image processor for a model type. It uses torchvision if installed, otherwise Pillow."""
+    """Return the class of the image processor for a model type. It uses torchvision, or Pillow without torchvision."""
     module, name = _PROCESSORS[model_type]
     if importlib.util.find_spec("torchvision"):
         return getattr(importlib.import_module(f"transformers.models.{module}.image_processing_{module}"), name)
@@ -51,7 +51,7 @@ def processor_class(model_type: str) -> Any:
 
 
 def shape_of(config: Any, processor: Any) -> VisionShape:
-    """Return the shape of the vision encoder. Take the image sizes from the processor's settings."""
+    """Return the VisionShape (sizes of layers and images) of a vision encoder. `processor` has the image sizes."""
     shape = families.describe(config.model_type, config.to_dict())
     if shape.tile:
         return replace(shape, pinpoints=tuple((high, wide) for high, wide in processor.image_grid_pinpoints))

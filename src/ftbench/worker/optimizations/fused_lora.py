@@ -72,8 +72,7 @@ class AdapterGroup(torch.nn.Module):
 
 
 class AugmentedGroup(AdapterGroup):
-    """An AdapterGroup with one matrix `weight` for base layers and adapters. The base weights are views of this
-    matrix."""
+    """An AdapterGroup with one matrix for base layers and adapters. The base weights are views of this matrix."""
 
     weight: torch.Tensor
 

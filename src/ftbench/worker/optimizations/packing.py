@@ -38,7 +38,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _with_both_positions(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Repeat position_ids (batch, length) four times, for the index in the sample, time, row and column."""
+    """Expand position_ids (batch, length) to (4, batch, length): one copy for the masks, and three for M-RoPE."""
     positions = kwargs.get("position_ids")
     if positions is None or positions.ndim != 2:
         return None

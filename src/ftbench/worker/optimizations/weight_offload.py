@@ -84,8 +84,8 @@ def _to_device(module: nn.Module, device: torch.device) -> None:
 
 
 class _InTurn(nn.Module):
-    """Mixin that loads a layer's weights before each forward pass. The layer's `__call__` calls this one inside its
-    checkpoint, so recomputation also loads the weights. Compiled code runs later, in nn.Module's `__call__`."""
+    """Mixin that loads a layer's weights before each forward pass. transformers' checkpointing calls this `__call__`
+    inside the checkpoint, so recomputation also loads them. Compiled code runs later, in nn.Module's `__call__`."""
 
     stream: WeightStream
     index: int

@@ -40,14 +40,14 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of FSDP2, and the number of GPUs that share a sequence."""
+    """Return the arguments of FSDP2, and accelerate's setting for the number of GPUs that share a sequence."""
     return fsdp.arguments(spec) | {"parallelism_config": ParallelismConfig(cp_size=spec.launch.ranks)}
 
 
 def prepare(made: Any) -> None:
-    """Count ring passes, and make ring attention work in 32 bits and on a CPU. The ring's 32-bit kernels do not support
-    grouped-query attention, so keys and values are repeated. torch's ring supports only GPU kernels, so on a CPU add
-    torch's CPU attention to the ring. `fsdp.prepare` makes accelerate shard the model on a CPU."""
+    """Count the calls of ring attention, and make it work in 32 bits and on a CPU. Its 32-bit kernels do not support
+    grouped-query attention, so keys and values are repeated. torch supports only GPU kernels, so on a CPU add torch's
+    CPU attention. `fsdp.prepare` makes accelerate shard the model on a CPU."""
     fsdp.prepare(made)
     grouped = sdpa_attention.use_gqa_in_sdpa
     sdpa_attention.use_gqa_in_sdpa = lambda mask, key, value: key.itemsize < 4 and grouped(mask, key, value)
@@ -100,5 +100,5 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return the facts of FSDP2, and the number of ring passes so far."""
+    """Return the counts of `fsdp.applied`, and `rounds`: the number of calls of ring attention so far."""
     return fsdp.applied(trainer) | {"rounds": _rounds}

@@ -81,7 +81,7 @@ def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return an error message if no parameter is sharded. Without sharding, each rank silently computes everything."""
+    """Return [], or an error message if no parameter is sharded. Each rank would then silently compute everything."""
     if applied(trainer)["sharded"]:
         return []
     return [f"launch.strategy is {spec.launch.strategy}, but the parameters are not sharded"]

@@ -34,7 +34,7 @@ from ftbench.worker.parallel.stages import Pipeline
 
 @cache
 def _mesh(shares: int, stages: int, tensor: int) -> Any:
-    """Return the device mesh of all ranks. accelerate expects consecutive numbers for ranks with the same batch."""
+    """Return the device mesh. accelerate needs consecutive ranks for the same batch, so `dp` is the first dimension."""
     return init_device_mesh(device().type, (shares, stages, tensor), mesh_dim_names=("dp", "pp", "tp"))
 
 
@@ -142,8 +142,8 @@ def _forget(model: Any, modules: list[Any]) -> None:
 
 
 def _as_quantised(layers: Any, own: int) -> None:
-    """Give the layers of other ranks 4-bit parameters without values. `own` is the index of a loaded layer.
-    bitsandbytes converts only loaded weights, so it skips the other layers."""
+    """Give the layers of other ranks 4-bit parameters without values, like those of layer `own`, which this rank has.
+    bitsandbytes converts only loaded weights."""
     for name, example in layers[own].named_parameters():
         for layer in layers:
             path, _, last = name.rpartition(".")
@@ -155,8 +155,8 @@ def _as_quantised(layers: Any, own: int) -> None:
 
 
 def cut(model: Any, spec: Experiment) -> Any:
-    """Return the model with this rank's layers only, and attach its pipeline. Keep a copy of all layers without
-    values."""
+    """Return the model with this rank's layers only, and attach its pipeline. Store a complete copy of the model on the
+    meta device in its attribute COMPLETE."""
     split = split_of(spec, model.config)
     layers, first, last = own_layers(spec, split)
     base, inner = base_model(model), decoder(model)
@@ -190,7 +190,7 @@ def _without_values(model: Any) -> Any:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of the trainer. As with tp, all ranks that compute the same batch get the same rows."""
+    """Return the arguments of the trainer. `tp_size` makes accelerate give `same` consecutive ranks the same rows."""
     same = spec.launch.ranks // spec.launch.shares
     sizes = {"dp_shard_size": spec.launch.shares} if spec.launch.shares > 1 else {}
     return ep.arguments(spec) | {"parallelism_config": ParallelismConfig(tp_size=same, **sizes)}

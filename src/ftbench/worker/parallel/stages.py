@@ -130,8 +130,7 @@ class Pipeline:
         self.ends = self._ends() if self.config.tie_word_embeddings else None
 
     def _shared(self, layers: Layers, narrow: torch.dtype | None) -> nn.Module:
-        """Return the stage, wrapped in DDP or FSDP2 if used. The wrapper sums gradients over the data-parallel
-        ranks."""
+        """Return the stage, wrapped in DDP or FSDP2 if used. The wrapper sums gradients over data-parallel ranks."""
         strategy = self.launch.strategy.split("+")
         if "ddp" in strategy:
             return DistributedDataParallel(layers, process_group=self.mesh["dp"].get_group(), broadcast_buffers=False)
@@ -289,7 +288,7 @@ class Pipeline:
 
 
 def _sum(weight: Any, group: Any) -> None:
-    """Sum the gradient of a weight over the ranks of a group. All ranks of the group hold the same shard."""
+    """Sum the gradient of a weight in place over the ranks of a group. All ranks have the same shard of the weight."""
     if isinstance(weight.grad, DTensor) and weight.grad.placements != weight.placements:
         weight.grad = weight.grad.redistribute(weight.device_mesh, weight.placements)
     dist.all_reduce(weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad, group=group)

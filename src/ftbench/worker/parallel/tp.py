@@ -54,7 +54,7 @@ def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:
 
 def on_mesh(spec: Experiment, config: Any, tensor: int, mesh: Callable[[], Any]) -> dict[str, Any]:
     """Return the arguments of from_pretrained for a device mesh. `tensor` ranks share each matrix. The function `mesh`
-    creates the device mesh. First raise SpecError if the ranks cannot share the heads evenly.
+    creates the device mesh. Raise SpecError if the ranks cannot share the heads evenly.
 
     Adapters are created with the full shape. On a mesh with named dimensions, peft would create a separate adapter for
     each shard. All these adapters would have the same initial values.

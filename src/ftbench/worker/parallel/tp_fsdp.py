@@ -28,7 +28,7 @@ def _mesh_shape(spec: Experiment) -> tuple[int, int]:
 
 @cache
 def _mesh(tensor: int, shares: int) -> ParallelismConfig:
-    """Return the device mesh of this process. Loading and training must use the same mesh."""
+    """Return accelerate's config with the device mesh. It is cached: loading and training must use the same mesh."""
     mesh = ParallelismConfig(tp_size=tensor, dp_shard_size=shares)
     mesh.get_device_mesh(device().type)
     return mesh
@@ -43,7 +43,7 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of FSDP2 and the device mesh. Each rank has already loaded its own shards."""
+    """Return the arguments of FSDP2 and the device mesh. accelerate loads no weights: each rank has its shards."""
     values = fsdp.arguments(spec) | {"parallelism_config": _mesh(*_mesh_shape(spec))}
     values["fsdp_config"]["cpu_ram_efficient_loading"] = False
     return values

@@ -67,10 +67,9 @@ def attach(trainer: Any, spec: Experiment) -> None:
 
 
 def _limit_gathered(layers: Iterable[Any]) -> None:
-    """Make the CPU wait if it is too far ahead of the GPU, as FSDP1 does (limit_all_gathers).
-
-    DeepSpeed gathers weights in a separate stream, which does not wait for the computation. The memory of a released
-    layer is free only after the GPU has computed it. Without a limit, about 12 layers of Qwen3-32B were gathered."""
+    """Make the CPU wait if it is more than AHEAD layers ahead of the GPU, as in FSDP1 (limit_all_gathers). DeepSpeed
+    gathers weights in a separate stream, which does not wait for the computation. The memory of a released layer is
+    free only after the GPU has computed the layer. Without a limit, about 12 layers of Qwen3-32B were gathered."""
     events = deque[Any]()
 
     def wait(*_: Any) -> None:
@@ -117,7 +116,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return element counts of the weights and of the 32-bit copy that the optimizer updates, and AHEAD."""
+    """Return AHEAD, the number of sharded weights, and elements of the weights and of the optimizer's 32-bit copy."""
     engine = trainer.deepspeed
     if engine is None:  # before training begins
         return {}
