@@ -1,6 +1,6 @@
 """Compute the memory outside the decoder layers: image encoder, projector, final norm, and loss.
 
-Functions return bytes for all tokens of the batch. Some docstrings name another unit. Padding counts as tokens. The
+Results are in bytes for the complete batch, unless a docstring names another unit. Padding counts as tokens. The
 saved tensors of images were recorded in training steps of CLIP, Qwen2.5-VL and Qwen3-VL on fake tensors (transformers
 5.17, peft 0.21, autocast)."""
 
@@ -121,7 +121,7 @@ def images_shown(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> fl
 
 
 def encoder_saved(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that image encoder and projector save for backward. A checkpointed layer saves its input."""
+    """Return the bytes that image encoder and projector save. A checkpointed encoder layer saves only its input."""
     encoder = 0.0
     if reached(vision, plan):
         again, used = plan.checkpointing != "off", vision.layers - bool(vision.tile)  # LLaVA skips the last one

@@ -201,8 +201,8 @@ def _tiers(
 ) -> list[Band]:
     """Return the allocated, reserved and device memory in GiB, with their ranges.
 
-    `ends` are the peak bytes with the smallest likely batch and with the largest possible batch. On a full card, the
-    allocator frees the blocks of other streams."""
+    `ends` are the peak bytes with the smallest likely batch and with the largest possible batch. Free blocks of other
+    CUDA streams count only while memory is left, because the allocator frees them on a full GPU."""
     phase, size = peak(named)
     lowest, at_peak, highest = (each * known.allocated_factor / GIB for each in (ends[0], size, ends[1]))
     below = SHARDED_BELOW if spread == SHARDED_SPREAD else spread

@@ -1,6 +1,6 @@
 """Compute the bytes that one decoder layer saves for the backward pass.
 
-Functions return bytes per token of the batch. Some docstrings name another unit. Padding counts as tokens. The formulas
+Results are in bytes per token of the batch, unless a docstring names another unit. Padding counts as tokens. Formulas
 follow the tensors that autograd saves in the modules of transformers 5.17, under peft 0.21 and autocast. The tensors
 were recorded with torch.autograd.graph.saved_tensors_hooks. Other sources are named."""
 
@@ -176,9 +176,9 @@ def experts(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes per token that fused experts save (transformers, grouped_mm_experts_forward).
 
     h is the hidden size, and i is the width of one expert. Each active expert saves gate and up (`2 * i` elements),
-    tensors of the gate function, its output before the routing weight (h elements), and indices. The gate function silu
-    saves i elements, and gpt_oss's clamped function `4 * i` elements. Compiled layers recompute the tensors of the gate
-    function. Trained experts also save the inputs of their two products (`h + i` elements)."""
+    tensors of the gate function, the expert's output before the multiplication by the routing weight (h elements), and
+    indices. The gate function silu saves i elements, and gpt_oss's clamped function `4 * i` elements. Compiled layers
+    recompute the tensors of the gate function. Trained experts save the inputs of their products (`h + i` elements)."""
     moe = layer.experts
     if moe is None:
         return 0.0

@@ -149,7 +149,7 @@ def _frozen(model: ModelShape, plan: TrainingPlan) -> int:
 
 
 def _keeps(plan: TrainingPlan, layers: int) -> list[bool]:
-    """Return one bool per layer: True if the layer saves its activations. With `selective`, every second is True."""
+    """Return one bool per layer: True if the layer saves its activations (every second layer with `selective`)."""
     if plan.checkpointing == "selective":
         return [index % 2 == 1 for index in range(layers)]
     return [plan.checkpointing == "off" or plan.offload] * layers

@@ -183,13 +183,13 @@ def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
 
 
 def free_in_other_streams(model: ModelShape, plan: TrainingPlan, sharding: Sharding, gradients: float) -> float:
-    """Return the bytes of free blocks at the memory peak that belong to other streams than the computation.
+    """Return the bytes of free blocks at the memory peak that the CUDA stream of the computation cannot use.
 
     Only the stream that allocated a block can use it again (torch, CUDACachingAllocator). FSDP2 allocates the buffers
     that receive weights in one stream and sharded gradients in another (foreach_all_gather, foreach_reduce). At the
     peak, the buffers of the embedding and of a layer are free, and so are the gradients of the previous step. The
-    `gradients` that exist at the peak are subtracted. ZeRO-3 gathers in another stream too. It needs the blocks of a
-    receive buffer and of two layers that the GPU still computes (worker/parallel/zero.py, AHEAD)."""
+    `gradients` that exist at the peak are subtracted. ZeRO-3 also gathers in a separate stream. These blocks are a
+    receive buffer and two layers that the GPU has not computed yet (worker/parallel/zero.py, AHEAD)."""
     part = share(sharding)
     if part.keeper == "deepspeed" and part.gathered:
         return 3.0 * plan.compute * model.largest_layer if plan.checkpointing != "off" else 0.0

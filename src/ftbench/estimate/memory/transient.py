@@ -14,7 +14,7 @@ def checkpoint(hidden: int, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the GPU bytes of one layer's checkpoint: the input of the layer for the batch (Chen et al. 2016).
 
     unsloth keeps checkpoints in host memory, so the result is 0. `offload` also keeps checkpoints in host memory, but
-    copies need up to two checkpoints on the GPU. phases.py counts these copies, and this function counts one."""
+    up to two are on the GPU during copies. The result is the size of one, and phases.py multiplies it by two."""
     return 0.0 if plan.checkpointing == "unsloth" else float(plan.stream * hidden * batch.tokens)
 
 

@@ -140,5 +140,5 @@ def exposed_seconds(
 
 
 def offloaded_seconds(sent: Traffic, limits: Ceilings) -> float:
-    """Return the seconds per step in which a GPU waits for copies from and to the host, and for the CPU's update."""
+    """Return the seconds per step in which a GPU waits for copies to and from the host, and for the CPU optimizer."""
     return sent.to_host / limits.link + sent.on_host / _HOST_RATE

@@ -229,7 +229,7 @@ def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) ->
 def _watts(gpu: Gpu, same: Sequence[TimedRun], step: Step, offloaded: float) -> tuple[Band, str]:
     """Return the mean power of one GPU during steady steps in watts, and the source of the value.
 
-    `offloaded` are the seconds per step in which the GPU waits for the host's memory."""
+    `offloaded` are the seconds per step in which the GPU waits for offloaded tensors (`offloaded_seconds`)."""
     share = _WAITING + _WORKING * min(1.0, step.device / (step.seconds + offloaded))
     expected, spread, basis = (
         gpu.watts * share,

@@ -257,7 +257,7 @@ def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: f
 
 
 def update(spec: Experiment, shape: TrainableShape) -> dict[str, float]:
-    """Return the bytes that one GPU reads and writes per step for gradient clipping and the optimizer update."""
+    """Return {kind: bytes that one GPU reads and writes per step} for gradient clipping and the optimizer update."""
     part = share(sharding_of(spec.launch))
     own = plan_of(spec, shape.model)
     masters = part.keeper != "torch" and own.autocast  # FSDP and ZeRO update float32 shards

@@ -134,7 +134,7 @@ def _mean(columns: npt.NDArray[np.float64], weight: float, labels: float) -> Bat
 
 @lru_cache(maxsize=64)
 def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> npt.NDArray[np.float64]:
-    """Return an array (3, rows) in batch order: tokens, sum of squared sample lengths, and samples of each row.
+    """Return an array (3, rows) in batch order: each row's tokens, sum of squared sample lengths, number of samples.
 
     With length grouping, `grouping` is the batch size. Otherwise `grouping` is 0."""
     values = np.asarray(lengths.values, dtype=float)

@@ -168,7 +168,7 @@ def adapter_parameters(model: ModelShape, names: frozenset[str], rank: int) -> i
 
 
 def expert_adapter(layer: Layer) -> int:
-    """Return `inputs + outputs`, summed over the two fused matrices of one expert (gate with up, and down)."""
+    """Return an expert's LoRA parameters per rank: `inputs + outputs` of its two matrices (gate with up, and down)."""
     assert layer.experts is not None
     return (layer.hidden + 2 * layer.experts.inner) + (layer.experts.inner + layer.hidden)
 
