@@ -32,7 +32,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def slots(on: str, spec: Experiment) -> tuple[Sequence[RaySlot], dict[str, Any]]:
-    """Return (slots, content of a node's machine.json). There is one slot per GPU or, without GPUs, per node."""
+    """Return (slots, content of a node's machine.json). A slot is one GPU or, without GPUs, one node."""
     ray = _connect(on)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus, cpus = ([int(node[kind]) for node in nodes if node.get(kind, 0) >= 1] for kind in ("GPU", "CPU"))

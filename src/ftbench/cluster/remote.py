@@ -34,7 +34,7 @@ def train(path: Path, order: Order, gpu: str | None, shared: bool) -> FinishedRu
 
 
 def record(run: RunDir, state: str, reason: str, **more: Any) -> FinishedRun:
-    """Write state.json for a run that ended without a result. If the run has a result, keep it. Return the run."""
+    """Write state.json, unless the run already has a final state. Return the summary and exit code of the run."""
     with suppress(FileExistsError):
         rundir.create_at(run.path)
     if not rundir.read_json(run.state).get("ended_at"):

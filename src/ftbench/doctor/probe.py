@@ -57,7 +57,7 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
 
 
 def _measure(scratch: Path) -> dict[str, Any]:
-    """Return the measurements of the child process. After a timeout, return the finished measurements."""
+    """Measure in a child process. Return its results; after a timeout, the results that are already complete."""
     path, log = scratch / "probe.json", scratch / "log.txt"
     late = f"was stopped after {LIMIT_S:.0f} s"
     environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}  # the driver's order

@@ -55,7 +55,7 @@ def run_child(
     signals_pipe: int,
     watch: Callable[[], Stop | None] = lambda: None,
 ) -> Exit:
-    """Run a command until it ends, and append its output to `log`.
+    """Run a command until it ends, append its output to `log`, and return how the command ended.
 
     A byte in `signals_pipe` (see `signals`) ends the command early. `watch` is called about twice per second. If
     `watch` returns a Stop, the command ends early too.

@@ -175,7 +175,7 @@ def _behind(states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _point(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the progress of a rank: its step, and the index of its phase. A step begins with the phase `data`."""
+    """Return (step, index of the phase) of a rank. In the phase `data`, the state still has the previous step."""
     phase = state.get("phase")
     return (state.get("step") or 0) + (phase == "data"), POSITIONS.index(phase) if phase in POSITIONS else -1
 

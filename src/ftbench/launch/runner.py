@@ -40,7 +40,7 @@ class FinishedRun:
 class Order:
     """The input of a run: the resolved spec, the content of its file, and the `--set` changes.
 
-    `store` is the results folder. Set `store` if the run directory is outside of this folder.
+    `store` is the folder of all results. If it is None, use the parent of the experiment's folder.
     """
 
     spec: Experiment

@@ -47,7 +47,7 @@ def spec_sets(
     length: int | None,
     samples: int | None = None,
 ) -> list[str]:
-    """Return the user's `--set` values, preceded by values that replace `--recipe`, `--dataset` and `--length`.
+    """Express `--recipe`, `--dataset` and `--length` as `--set` values. Return them, followed by the user's `sets`.
 
     Raises:
         SpecError: If a file is missing, the length is out of range, or `--length` and `--dataset` are both given."""
@@ -86,8 +86,8 @@ def usual_max_length(mean: int) -> int:
 
 
 def options_of(sets: Sequence[str]) -> list[str]:
-    """Convert `--set` values to options of a command. Where possible, use the shorter options `--recipe`, `--dataset`
-    and `--length`."""
+    """Return command-line options with the same effect as these `--set` values. Where possible, use `--recipe`,
+    `--dataset` or `--length` instead of `--set`."""
     words: list[str] = []
     for text in sets:
         key, _, value = text.partition("=")

@@ -212,7 +212,7 @@ _WORDS = {"True": "on", "False": "off"}
 
 def in_file(error: ValidationError, path: Path, root: type[BaseModel], *above: str) -> Iterator[str]:
     """Yield `file:line: key: problem` for each of pydantic's errors. If only a section of the file was validated,
-    `above` are the keys of this section."""
+    `above` is the path of this section in the file, as keys."""
     for problem in error.errors(include_url=False):
         key = [*above, *map(str, problem["loc"])]
         yield f"{location(path, key)}: {'.'.join(key)}: {sentence([problem], root)}"

@@ -32,7 +32,7 @@ _BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest(PlanRequest):
-    """Options of `ftbench sweep`. An axis is `key=value,value`. `gpus` is the list of --gpu-ids. `on` is a cluster."""
+    """Options of `ftbench sweep`. An axis is `key=value,value`. `gpus` has the --gpu-ids. `on` is the value of --on."""
 
     axes: Sequence[str] = ()
     until_oom: bool = False

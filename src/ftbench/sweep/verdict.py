@@ -72,7 +72,7 @@ class LevelResult:
 
 
 def kinds(spec: Experiment) -> tuple[str, ...]:
-    """Return the keys of `BUDGETS` that apply to a resolved spec. The first key is for the precision of products."""
+    """Return the keys of `BUDGETS` that apply to a resolved spec. The first is the precision of matrix products."""
     if spec.optimizations.fp8 != "off":
         products = EIGHT_BIT
     elif spec.train.precision == "fp32" and spec.model.dtype == "float32":
@@ -83,7 +83,7 @@ def kinds(spec: Experiment) -> tuple[str, ...]:
 
 
 def rounds(spec: Experiment) -> bool:
-    """Return whether the limits for a spec are computed from the errors of plain bfloat16."""
+    """Return whether the error limits of a spec are computed from the errors of plain bfloat16, not fixed."""
     return BUDGETS[kinds(spec)[0]].loss is None
 
 
@@ -105,7 +105,7 @@ def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], sp
 
 
 def gradient(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
-    """Compare gradients and weight changes with those of the reference. A missing gradient fails."""
+    """Return the result of the gradient level: compare gradients and weight changes with those of the reference."""
     if not record["losses"]:
         return LevelResult("gradient", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")
     if record["problems"]:

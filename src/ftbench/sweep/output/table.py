@@ -34,7 +34,7 @@ class Tables:
             yield "largest batch", frontier_table(self.plan)
 
     def answer(self, runs: Sequence[Record]) -> dict[str, Any]:
-        """Return the keys that this kind of plan adds to the JSON document."""
+        """Return what this kind of plan adds to the JSON document, as {key: value}."""
         return {"frontier": self.plan.as_dicts() if isinstance(self.plan, Search) else []}
 
     def exit_code(self, code: int) -> int:

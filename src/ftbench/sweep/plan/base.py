@@ -173,10 +173,10 @@ class WallTimes:
     def at_most_s(self, job: Job) -> float | None:
         """Return an upper bound of the job's wall time in seconds. Return None before a run has finished.
 
-        The bound comes from finished repeats of the same cell. Without repeats, it comes from runs that differ only in
-        batch size. Without such runs, it comes from the slowest run, and from the slowest run at the nearest batch
-        size. Times are scaled to the job's batch size. With a fixed number of steps, the time grows at most in
-        proportion to the number of samples. With a fixed number of epochs, a smaller batch needs more steps.
+        If repeats of the same cell have finished, use their longest time. Otherwise, use the finished run with the
+        nearest batch size: if possible, one that differs only in batch size. If other settings differ too, the bound
+        is at least the time of the slowest run. Scale it up to the job's batch size: in proportion to the samples
+        for a fixed number of steps, and in proportion to the steps for a fixed number of epochs.
         """
         if repeats := self._cells.get(job.cell):
             return MARGIN * max(repeats)

@@ -249,8 +249,8 @@ class ParityPlan(Grid):
         return verdict.training(losses[0], losses[1], losses[2][0], recipe.spec.train.max_steps or 0)
 
     def _missing(self, yardsticks: Sequence[Job], judged: Sequence[Job]) -> tuple[str, str] | None:
-        """Return (state, sentence) of a level if one of its runs is pending or failed. Otherwise return None. If one of
-        the `yardsticks` failed (reference, plain bfloat16), the level is inconclusive."""
+        """Return (state, reason) of a parity level if one of its runs is pending or failed, else None. The level fails
+        if a run in `judged` failed. It is inconclusive if a run of the reference or of plain bfloat16 failed."""
         for each in (*yardsticks, *judged):
             standing = self.standings[each]
             if not standing.done:
