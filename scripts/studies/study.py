@@ -61,7 +61,7 @@ class Study:
 
     def __init__(self, out: Path, minutes: float, tiny: bool = False, jobs: int = 1) -> None:
         self.out, self.end, self.tiny, self.jobs = out.resolve(), time.monotonic() + 60 * minutes, tiny, jobs
-        self.lock, self.under_way_s = threading.Lock(), 0.0
+        self.lock, self.under_way_s, self.last_round = threading.Lock(), 0.0, float("inf")
         self.free_at = time.monotonic() + (IMPORT_S if jobs > 1 else 0)  # when the GPU is expected to be free
         self.env = os.environ | {"HF_HUB_OFFLINE": "1"}
         self.env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
@@ -82,12 +82,13 @@ class Study:
         return sum(len(cell.runs(self.out)) < rounds for cell in cells)
 
     def _missing(self, number: int, cell: Cell) -> None:
-        if len(cell.runs(self.out)) >= number:
+        if number > self.last_round or len(cell.runs(self.out)) >= number:
             return
         with self.lock:
             left = self.left_s
             needed = self.expected_s(cell)
             if left <= needed:
+                self.last_round = number  # shorter cells may follow, but not in the next round
                 print(f"{cell.name}: not run: needs {needed:.0f} s and {left:.0f} s are left", flush=True)
                 return
             self.under_way_s += needed
