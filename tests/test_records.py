@@ -70,6 +70,10 @@ def test_rounds_alternate_and_a_contended_run_is_left_out_with_its_reason(tmp_pa
     summary = read_json(slow.summary)
     write_json(slow.summary, summary | {"bound": summary["bound"] | {"verdict": "launch-bound"}})
     assert again.unfit(slow) == "the host was 40 % slower than in the rest of the sitting"
+    sitting = RECORDS["Sitting"](tmp_path / "short", 1, False)
+    sitting.jobs = 1
+    assert sitting.run(rows, 2) == 2
+    assert called[5:] == ["fastest"], "no second round before the first is complete"
 
 
 def test_a_sitting_goes_on_with_the_same_card_and_commit_only(tmp_path, card, monkeypatch):
