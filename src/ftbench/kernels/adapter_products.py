@@ -97,8 +97,8 @@ class Augmented(torch.autograd.Function):
 
 def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:
     """Return the gradients of A and B of each layer, in the order of `adapters`. `da` (ranks, in) contains the
-    gradients of all A, where `ranks` is the sum of ranks. `db` (out, ranks) contains the gradients of all B before
-    scaling."""
+    gradients of all A. `db` (out, ranks) contains the gradients of all s * B, where s is the scale of LoRA. `ranks` is
+    the sum of ranks."""
     of_adapters, rank, out = [], 0, 0
     for a, b, scale in zip(adapters[::2], adapters[1::2], scales, strict=True):
         r, n = a.shape[0], b.shape[0]
@@ -117,7 +117,7 @@ class Beside(torch.autograd.Function):
 
     Scales and adapters are one `*` parameter because of torch.compile (torch 2.11 and 2.13, `call_apply`). Without
     gradients, it assumes that `forward` has no `ctx` if a call has n arguments and `forward` has n parameters. With a
-    separate parameter for the scales, n would be 7 for both with a single layer.
+    single layer and a separate parameter for the scales, both numbers would be 7.
     """
 
     @staticmethod

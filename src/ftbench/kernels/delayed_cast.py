@@ -83,8 +83,8 @@ class Maxima:
         self.trained = False
 
     def next_pass(self, model: torch.nn.Module, *_: Any) -> None:
-        """Start a forward pass: after a training pass, copy `values[..., 1]` to `values[..., 0]`. After an evaluation,
-        do not. Set `values[..., 1]` to 0. All scales stay the same until the next forward pass."""
+        """Start a forward pass. If the last pass was a training pass, copy `values[..., 1]` to `values[..., 0]`. Then
+        set `values[..., 1]` to 0. All scales stay the same until the next forward pass."""
         # `.data` hides this write from autograd, which may still need the maxima for the backward pass of an earlier
         # forward pass. Example: the reference model runs between the two passes of the policy.
         known, seen = self.values.data.unbind(-1)

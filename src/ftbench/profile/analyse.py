@@ -15,12 +15,12 @@ _WAITS = 3  # a driver call has waited if its duration is more than 3 times the 
 
 def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | None = None) -> dict[str, Any]:
     """Return the content of kernels.json. Times are in ms, summed over all profiled steps.
-
+    
     Args:
         trace: The events of the trace file.
         work: The kernels or operators of the trace, from `work_of`.
         step_before_s: Median time of the steps before profiling, in seconds. Profiled steps are slower. Therefore,
-            `busy_share_unprofiled` is the GPU time divided by this time.
+            `busy_share_unprofiled` is the GPU time per step divided by `step_before_s`.
     """
     phases = PhaseSpans(trace.phases)
     begin, end = trace.window
@@ -84,7 +84,7 @@ def _sums(work: Iterable[DeviceWork], key: Callable[[DeviceWork], Any]) -> dict[
 
 
 def _kernels(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
-    """Return the 300 longest rows, one per kernel name and group, and one row with the sums of all other kernels."""
+    """Return one row for each of the 300 (kernel name, group) pairs with the longest time, and one for all others."""
     sums = _sums(work, lambda each: (each.name, each.group))
     order = sorted(sums.items(), key=lambda pair: -pair[1][0])
     rows = [(*key, *both) for key, both in order[:_MOST_KERNELS]]

@@ -173,7 +173,7 @@ def _skeleton(config: Any, model: Model, layout: str | None) -> Any:
 
 
 def _tensors(skeleton: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return {name: meta tensor} of a model without tied tensors, and {name of a tied tensor: name of its source}."""
+    """Return {name: meta tensor} without tied tensors, and {name of a tied tensor: name of the tensor that it uses}."""
     tied = dict(getattr(skeleton, "_tied_weights_keys", None) or {}) if skeleton.config.tie_word_embeddings else {}
     return {name: each for name, each in skeleton.state_dict().items() if name not in tied}, tied
 

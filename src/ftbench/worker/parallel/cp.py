@@ -45,9 +45,9 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def prepare(made: Any) -> None:
-    """Count the calls of ring attention, and make it work in 32 bits and on a CPU. Its 32-bit kernels do not support
-    grouped-query attention, so keys and values are repeated. torch supports only GPU kernels, so on a CPU add torch's
-    CPU attention. `fsdp.prepare` makes accelerate shard the model on a CPU."""
+    """Count the calls of ring attention, and make ring attention work in 32 bits and on a CPU. Its 32-bit kernels do
+    not support grouped-query attention, so keys and values are repeated. torch's ring supports only GPU kernels, so on
+    a CPU add torch's CPU attention. `fsdp.prepare` makes accelerate shard the model on a CPU."""
     fsdp.prepare(made)
     grouped = sdpa_attention.use_gqa_in_sdpa
     sdpa_attention.use_gqa_in_sdpa = lambda mask, key, value: key.itemsize < 4 and grouped(mask, key, value)

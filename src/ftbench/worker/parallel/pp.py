@@ -155,8 +155,8 @@ def _as_quantised(layers: Any, own: int) -> None:
 
 
 def cut(model: Any, spec: Experiment) -> Any:
-    """Return the model with this rank's layers only, and attach its pipeline. Store a complete copy of the model on the
-    meta device in its attribute COMPLETE."""
+    """Return the model with this rank's layers only, and attach its pipeline. Store a copy of the model with all
+    layers, on the meta device, in the model's attribute COMPLETE."""
     split = split_of(spec, model.config)
     layers, first, last = own_layers(spec, split)
     base, inner = base_model(model), decoder(model)
@@ -190,7 +190,8 @@ def _without_values(model: Any) -> Any:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of the trainer. `tp_size` makes accelerate give `same` consecutive ranks the same rows."""
+    """Return the arguments of the trainer. accelerate gives `tp_size` consecutive ranks the same rows of the
+    dataset."""
     same = spec.launch.ranks // spec.launch.shares
     sizes = {"dp_shard_size": spec.launch.shares} if spec.launch.shares > 1 else {}
     return ep.arguments(spec) | {"parallelism_config": ParallelismConfig(tp_size=same, **sizes)}

@@ -1,5 +1,5 @@
 """Run the stages of a pipeline. Each stage contains some of the layers. torch.distributed.pipelining sets the order of
-the micro-batches. If several GPUs have a copy of a weight, this module sums its gradients."""
+the micro-batches. If several GPUs have a copy of a weight, this module sums the gradients of the copies."""
 
 from collections import deque
 from collections.abc import Sequence

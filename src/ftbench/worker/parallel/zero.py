@@ -116,7 +116,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return AHEAD, the number of sharded weights, and elements of the weights and of the optimizer's 32-bit copy."""
+    """Return AHEAD, the number of sharded weights, and element counts of weights and of the optimizer's 32-bit copy."""
     engine = trainer.deepspeed
     if engine is None:  # before training begins
         return {}
