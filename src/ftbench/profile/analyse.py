@@ -15,7 +15,7 @@ _WAITS = 3  # a driver call has waited if its duration is more than 3 times the 
 
 def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | None = None) -> dict[str, Any]:
     """Return the content of kernels.json. Times are in ms, summed over all profiled steps.
-    
+
     Args:
         trace: The events of the trace file.
         work: The kernels or operators of the trace, from `work_of`.

@@ -113,8 +113,7 @@ class GraphedStep:
 
 
 def _shapes(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the shape of each tensor and the value of each number in a batch. Replays need the same shapes and
-    values."""
+    """Return the shape of each tensor and the value of each number in a batch. They are equal in all replays."""
     return {
         name: tuple(value.shape) if torch.is_tensor(value) else value
         for name, value in batch.items() if torch.is_tensor(value) or isinstance(value, (int, float, type(None)))

@@ -190,8 +190,7 @@ def _without_values(model: Any) -> Any:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of the trainer. accelerate gives `tp_size` consecutive ranks the same rows of the
-    dataset."""
+    """Return the arguments of the trainer. accelerate gives `tp_size` consecutive ranks the same dataset rows."""
     same = spec.launch.ranks // spec.launch.shares
     sizes = {"dp_shard_size": spec.launch.shares} if spec.launch.shares > 1 else {}
     return ep.arguments(spec) | {"parallelism_config": ParallelismConfig(tp_size=same, **sizes)}
