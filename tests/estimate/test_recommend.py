@@ -14,6 +14,7 @@ from commands import printed_command, typed_spec
 from counting import calls_of
 from ftbench.core.hardware import capability_of, gpus
 from ftbench.errors import SpecError
+from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.memory.largest_batch import MemoryCache, largest_batch, with_batch
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend import request as requests
@@ -251,6 +252,20 @@ def test_the_largest_batch_is_that_of_the_memory_estimate():
             largest = memory_cache.largest_batch(one, GPUS[name])
             assert largest == largest_batch(one, GPUS[name])
             assert MemoryCache().largest_batch(one, GPUS[name], most=5) == (largest and min(largest, 5))
+
+
+def test_memory_on_several_gpus_does_not_depend_on_the_order_of_the_cards():
+    """The allocator of a full card frees blocks of other streams, so the memory depends on the card."""
+    data = {"name": "synthetic", "samples": 64, "length": 2048, "max_length": 2048}
+    changes = {
+        "method": {"name": "full"},
+        "dataset": data,
+        "train": {"batch_size": 1},
+        "launch": {"gpus": 8, "strategy": "fsdp"},
+    }
+    spec, cache = Experiment.model_validate(SPEC | changes), MemoryCache()
+    for name in ("L40S", "L4", "L40S"):
+        assert cache.estimate(spec, GPUS[name]).device == estimate_memory(spec, GPUS[name]).device
 
 
 def test_recommending_needs_few_calls():

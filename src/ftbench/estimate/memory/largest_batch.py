@@ -33,10 +33,12 @@ class MemoryCache:
         kind = (cublas_workspace(capability or MODERN), capability is not None and capability >= MODERN)
         passes = train.gradient_accumulation_steps
         steps = (train.batch_size, passes if train.max_steps else passes > 1, train.optimizer, train.precision)
-        key = (kind, steps, spec.model, spec.dataset, spec.method, spec.objective, spec.optimizations, spec.launch)
+        has = capacity(gpu, self._total)
+        key = (kind, steps, spec.model, spec.dataset, spec.method, spec.objective, spec.optimizations, spec.launch,
+               spec.launch.gpus > 1 and has)  # fmt: skip
         if key not in self._known:
             self._known[key] = estimate_memory(spec, gpu, total=self._total)
-        known, has = self._known[key], capacity(gpu, self._total)
+        known = self._known[key]
         verdict = verdict_of(known.allocated, known.device, has)
         return replace(known, total=has.total, usable=has.usable, margin=has.margin, verdict=verdict)
 
