@@ -101,9 +101,9 @@ class Copies:
             torch.cuda.current_stream(self.device).wait_event(ready)
 
     def pinned(self, size: int) -> torch.Tensor:
-        """Return `size` bytes of locked host memory (ordinary memory without a GPU). The pages are shared: when a
-        process forks (data loader workers), the operating system would copy private locked pages. torch's pinned memory
-        is not used, because it rounds sizes up to powers of two."""
+        """Return `size` bytes of locked host memory (ordinary memory without a GPU). Its pages are shared, because the
+        operating system would copy private locked pages for each forked process (data loader workers). torch's pinned
+        memory is not used, because it rounds sizes up to powers of two."""
         self.held += size
         if self._stream is None or not size:
             return torch.empty(size, dtype=torch.uint8)

@@ -54,7 +54,7 @@ class Span:
 
 @dataclass(slots=True)
 class Trace:
-    """The events of a trace file.
+    """The events of a trace file. Times are in ms.
 
     `steps` is a sorted list of (begin, end), and `phases` of (begin, end, name). `threads` has the spans of each
     thread, sorted by begin. `gpu` is the name of the first GPU in the file.

@@ -201,7 +201,7 @@ class _Fused:
 
 @lru_cache
 def _fused(kind: Any) -> Any:
-    """Return a subclass of `kind` that uses `_Fused`. It is cached: torch.compile compiles once per class."""
+    """Return a subclass of `kind` that uses `_Fused`. Cache it, because torch.compile compiles once per class."""
     return type(f"Fused{kind.__name__}", (_Fused, kind), {})
 
 
