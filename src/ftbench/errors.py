@@ -53,7 +53,7 @@ def open_at_once(path: str, flags: int) -> int:
 
 
 def file_problem(error: OSError, what: str = "cannot be read ({})") -> str:
-    """Return the reason why a file cannot be opened. `{}` in `what` is replaced by the reason of the system."""
+    """Return `what` with the operating system's reason in place of `{}`: `cannot be read (Permission denied)`."""
     return what.format(error.strerror)
 
 

@@ -156,8 +156,8 @@ class _StoppedError(Exception):
 class SlurmSlot:
     """A slot that runs one Slurm job at a time. `gpu` is the GPU model that each node must have.
 
-    `earlier` has the names of the runs that existed when the sweep started, or that this sweep has submitted. Such runs
-    are trained again. Other existing runs come from jobs of an earlier session, and their results are used."""
+    `earlier` has the names of the runs that existed when the sweep started, or that it has submitted. These are trained
+    again. If another run already exists, a job of an earlier session has finished it: its result is used."""
 
     name: str
     settings: SlurmSettings
@@ -208,7 +208,7 @@ class SlurmSlot:
 
 
 def _without_result(run: RunDir, folder: Path, number: str) -> FinishedRun:
-    """Record the run of a job that ended before the run was moved to its final path."""
+    """Record and return the result of a job that ended before it moved its run directory to the final path."""
     _eventually(lambda: run.state.exists() or (folder / OUTCOME).exists())
     outcome = rundir.read_json(folder / OUTCOME)
     if "error" in outcome and not run.state.exists():

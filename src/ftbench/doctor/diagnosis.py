@@ -71,7 +71,7 @@ def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis
 
 
 def _of_spec(spec: Experiment, described: dict[str, Any], out: Path) -> list[Finding]:
-    """Check a spec like `ftbench run`. Return a finding for each problem, or one finding with the expected cost."""
+    """Run the checks of `ftbench run` on a spec. Return one finding per problem, or one with the expected cost."""
     problems, expected = list[str](), None
     try:
         launch_checks.check(spec, described)

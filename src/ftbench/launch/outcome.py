@@ -30,7 +30,7 @@ def finish_killed(run: RunDir) -> None:
 
 
 def _complete(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], RunSummary]:
-    """Write the merged steps, the profile, the state and the summary, and remove secrets from the logs."""
+    """Merge the steps of all ranks, write profile, state and summary, and redact the logs. Return (state, summary)."""
     try:
         ranks.write_merged(run)
         state |= _finish_profile(run)

@@ -82,7 +82,7 @@ def _children() -> list[int]:
 
 
 def _kill(pid: int) -> bool:
-    """Kill a process. Return False if the process belongs to another user (setuid), which is not permitted."""
+    """Kill a process. Return False if this is not permitted: the process belongs to another user (setuid)."""
     try:
         os.kill(pid, signal.SIGKILL)
     except PermissionError:

@@ -87,7 +87,7 @@ def run(
 
 
 def _join(spec: Experiment, node: int, described: dict[str, Any], on_start: Callable[[RunDir], None]) -> FinishedRun:
-    """Run the ranks of this node in the run directory of node 0. Return the run after node 0 has written the summary.
+    """Run the ranks of this node in the run directory of node 0. Wait for the summary of node 0, and return the result.
 
     Raise MissingError if the directory is not reachable. Raise SpecError if node 0 trains another spec.
     """

@@ -277,8 +277,8 @@ _MISSING = object()
 
 
 def spec_keys() -> list[tuple[str, str, str]]:
-    """Return (dotted key, default, description) of every key of a spec. For a key that only some methods or objectives
-    have, the description ends with one of these, such as `(qlora)`."""
+    """Return (dotted key, default, description) of every key of a spec. If some methods or
+    objectives do not have the key, the description ends with the name of one that has it, such as `(qlora)`."""
     rows: dict[tuple[str, ...], tuple[str, str, str]] = {}
     for section, info in Experiment.model_fields.items():
         model = info.annotation

@@ -128,7 +128,7 @@ def location(path: Path, key: Sequence[str | int]) -> str:
 
 
 def line_of(path: Path, key: Sequence[str | int]) -> int | None:
-    """Return the line number of a key. If the key is missing, return the line of its section, or None."""
+    """Return the line number of a key or, if it is missing, of its section. If both are missing, return None."""
     try:
         node = _tree(_text(path, MAX_BYTES))
     except (yaml.YAMLError, SpecError, RecursionError):

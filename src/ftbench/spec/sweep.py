@@ -81,7 +81,7 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Gri
         axes: The `--axis` arguments (`key=value,value`). They replace axes of the file with the same key.
 
     Raises:
-        SpecError: For a mistake in the file, in an axis or in a value. Impossible combinations are refused cells.
+        SpecError: For a mistake in the file, an axis or a value. For values that do not work together, `refused` is set.
     """
     layers = read_layers(path, sets)
     base = merged(layers, path)
@@ -180,7 +180,7 @@ def _check_overlap(axes: Iterable[Axis]) -> None:
 
 
 def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[tuple[Axis, int]]) -> GridCell:
-    """Return one cell of the grid. `chosen` has the axes, each with the index of a value."""
+    """Return one cell of the grid. `chosen` has (axis, index of the cell's value on this axis) for each axis."""
     point = {axis.key: axis.values[index] for axis, index in chosen}
     added = [axis.layers[index] for axis, index in chosen]
     for layer in added:

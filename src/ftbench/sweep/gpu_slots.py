@@ -70,7 +70,7 @@ class LocalSlot:
 
 
 def create(job: Job) -> rundir.RunDir:
-    """Create the run directory of a job. Move an earlier run with the same name to `.superseded/`."""
+    """Create and return the run directory of a job. Move an earlier run with the same name to `.superseded/`."""
     if job.run.path.exists():
         rundir.archive(job.run)
     return rundir.create_at(job.run.path)

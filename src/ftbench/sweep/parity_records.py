@@ -172,9 +172,9 @@ def _lengths(spec: Experiment) -> list[int]:
 def probe(spec: Experiment, batch: int) -> Dataset:
     """Return the dataset of a run that records gradients: two full batches of `batch` samples, and one more sample.
 
-    If the spec has images, use its dataset. Otherwise, use generated tasks with prompts and different lengths. One
-    sample has the length of the longest sample of the spec. The tasks have contradicting answers, to detect packed
-    samples that attend to each other."""
+    If the spec has images, use its dataset. Otherwise, use generated tasks with prompts and different lengths. The
+    longest sample is as long as that of the spec. The same question has different answers in different samples: a
+    packed sample that attends to another one answers incorrectly."""
     count = max(9, 2 * batch + 1)
     if spec.dataset.has_images:
         structure = "tasks" if spec.dataset.is_made else "random"
@@ -204,7 +204,7 @@ class Training:
         return cls(losses[-1] if losses else float("nan"), samples, rates)
 
     def difference(self, other: "Training") -> tuple[str, str] | None:
-        """Return (state, sentence) if `other` has another number of samples or other learning rates, else None."""
+        """Return the (state, reason) of a verdict if the numbers of samples or the learning rates differ, else None."""
         if abs(other.samples - self.samples) > SAME_SIZE * self.samples:
             sentence = f"it trained {other.samples:,.0f} samples and the reference {self.samples:,.0f}"
             return INCONCLUSIVE, f"{sentence}: change train.batch_size"

@@ -105,7 +105,7 @@ def _unpublished(grid: Sequence[GridCell], capability: tuple[int, int] | None) -
 
 
 def _experiment(grid: Sequence[GridCell]) -> str:
-    """Return the name of the experiment's folder. Raise SpecError if no cell is valid, or only some cells are mocks."""
+    """Return the name of the experiment's folder. Raise SpecError without valid cells, or for mixed mock and real runs."""
     folders = {runner.experiment(cell.spec) for cell in grid if cell.spec is not None}
     if not folders:
         raise SpecError(*dict.fromkeys(f"no cell can run: {cell.refused}" for cell in grid))

@@ -88,7 +88,7 @@ def rounds(spec: Experiment) -> bool:
 
 
 def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
-    """Compare the loss of each sample with the reference's loss at the same weights."""
+    """Return the result of the forward level: compare losses per sample with the reference at the same weights."""
     if problem := [each for each in record["problems"] if "tokens or labels" in each or "loss of a sample" in each]:
         return LevelResult("forward", FAIL, problem[0])
     if not record["losses"]:
@@ -163,7 +163,7 @@ def _result(level: str, checks: Sequence[_Check], unit: str) -> LevelResult:
 
 
 def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> list[_Check]:
-    """Return one check for each tensor, and checks of medians: over each layer, over each module, over all tensors.
+    """Return (name, error, limit) of each tensor, and of the medians over each layer, each module and all tensors.
 
     A weight change is not checked if plain bfloat16 rounds it to zero. For example, bfloat16 weights near 1 cannot
     change by less than 0.004.

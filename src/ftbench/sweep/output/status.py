@@ -66,7 +66,7 @@ def status(folder: Path) -> dict[str, Any]:
 
 
 def unfinished(folder: Path, name: str) -> Path:
-    """Return the directory of a running job. A Slurm job moves its directory to the final path when it ends."""
+    """Return the directory of a running job. The directory of a Slurm job is in `.slurm/` until the job ends."""
     path = folder / name
     return path if path.exists() else folder / UNFINISHED / name / name
 

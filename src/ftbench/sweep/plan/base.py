@@ -122,7 +122,7 @@ def on_resume(standing: Standing, retry_failed: bool) -> Standing:
 
 
 def is_batch_too_large(run: RunDir) -> bool:
-    """Return whether an out-of-memory run had the GPU to itself. If True, larger batches do not fit either."""
+    """Return whether no other program used the GPU of an out-of-memory run: then larger batches do not fit either."""
     gpu = rundir.first_gpu(rundir.read_json(run.machine))
     return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
 

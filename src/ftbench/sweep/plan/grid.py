@@ -60,7 +60,7 @@ class Grid(Plan):
 
 
 def first_jobs(cells: Iterable[GridCell], options: Options) -> list[Job]:
-    """Return the job of the first repeat of each cell. Leave out cells without a spec."""
+    """Return the job of the first repeat of each cell. Leave out refused cells: they do not have a valid spec."""
     return [
         job(cell.spec, (*options.sets, *cell.sets), cell.values, 1, options.folder, options.gpu)
         for cell in cells if cell.spec is not None

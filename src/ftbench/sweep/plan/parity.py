@@ -108,7 +108,7 @@ class ParityPlan(Grid):
                     yield self.train(recipe.reference, seed, None, name)
 
     def controls_of(self, recipe: Contender) -> list[tuple[str, str]]:
-        """Return (control, level that must detect the damage). First comes one slightly damaged control per level."""
+        """Return (control, level that must detect its damage): one per level, then those that any level may detect."""
         adapters, coarse = recipe.spec.method.adapters, verdict.kinds(recipe.spec)[0] == EIGHT_BIT
         forward = ("lora_scale_x1.5" if coarse else "lora_scale_x1.05") if adapters else "loss_over_padding"
         backward = "layer_gradient_reversed" if coarse else "gradient_entries_lost"

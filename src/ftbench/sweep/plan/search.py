@@ -75,7 +75,7 @@ def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The limit of a search: the largest batch that fits, the smallest that does not fit, the knee, and a note."""
+    """The result of a search: the largest batch that fits, the smallest that does not, knee (see `knee`), note."""
 
     largest: Trial | None
     first_failing: Trial | None
@@ -84,7 +84,7 @@ class Edge:
 
 
 def edge(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = None) -> Edge:
-    """Return the limit that the trials have found so far."""
+    """Return what is known from the trials: the largest batch that fits, the smallest that does not, and the knee."""
     fitting = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.batch)
     failing = sorted((trial for trial in trials if trial.fits is False), key=lambda trial: trial.batch)
     note = ""
@@ -177,7 +177,7 @@ class Search(Plan):
 
     def candidates(self, family: Family) -> list[int]:
         """Return the allowed batch sizes. A batch size must not be larger than the dataset, and must divide the
-        effective batch. A step must have complete groups."""
+        effective batch. The number of sequences per step must be a multiple of the group size (grpo)."""
         spec, batches = family.spec, range(1, (self._effective or LARGEST_BATCH) + 1)
         allowed = [batch for batch in batches if not self._effective or self._effective % batch == 0]
         accumulation, group = spec.train.gradient_accumulation_steps, spec.objective.group
@@ -193,7 +193,7 @@ class Search(Plan):
         return next((int(each["samples"]) for each in datasets if each.get("samples")), family.spec.dataset.samples)
 
     def edges(self) -> list[tuple[Family, list[Trial], Edge]]:
-        """Return (family, trials, limit) for each cell of the search. The family has the settings of the cell."""
+        """Return (family, finished trials, result of the search) for each cell. The family has the cell's settings."""
         edges = []
         for family in self.families:
             trials = [family.trials[batch] for batch in sorted(family.trials)]
