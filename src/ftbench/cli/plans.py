@@ -91,7 +91,7 @@ def _show_status(folder: Path | None, spec: Path | None, as_json: bool) -> None:
 
 
 def _axes(options: dict[str, str | None], axes: list[str]) -> list[str]:
-    """Return the axes of all options as a list of `key=values`. Raise SpecError if a key appears twice."""
+    """Return `key=values` for --method, --batch-size and each --axis. Raise SpecError if a key appears twice."""
     every = [*(f"{key}={values}" for key, values in options.items() if values is not None), *axes]
     keys = [text.partition("=")[0].strip() for text in every]
     if repeated := [key for key in keys if keys.count(key) > 1]:
@@ -124,7 +124,7 @@ def _run_plan(ready: Ready, dry_run: bool, log_every: float, as_json: bool) -> N
 def _plan(
     sets: list[str] | None, out: Path, time_budget: float | None, retry_failed: bool, force: bool
 ) -> dict[str, Any]:
-    """Return the options of both `ablate` and `parity`, as keyword arguments of their requests."""
+    """Return the options that `ablate` and `parity` share, as keyword arguments of their requests."""
     return {"sets": sets or [], "out": out, "time_budget": time_budget, "retry_failed": retry_failed, "force": force}
 
 

@@ -165,7 +165,7 @@ def _verdict(ended: Ended, states: Mapping[int, dict[str, Any]]) -> tuple[int, i
 
 
 def _behind(states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return the rank with the least progress, and its phase and step. If several ranks are last, return {}."""
+    """Return {"rank", "behind": phase and step} of the rank with the least progress, or {} if several are last."""
     points = {rank: _point(state) for rank, state in states.items()}
     if len(points) < 2 or list(points.values()).count(lowest := min(points.values())) > 1:
         return {}

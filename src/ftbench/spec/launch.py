@@ -102,7 +102,7 @@ class Launch(Part):
 
 
 def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
-    """Return `launch:` with defaults that depend on other keys. Raise ValueError if numbers of GPUs do not match."""
+    """Return `launch:` with defaults that depend on other keys. Raise ValueError if `gpus` contradicts other keys."""
     launch = {key: None if key in _OFF and value is False else value for key, value in launch.items()}
     several = type(gpus := launch.get("gpus")) is int and gpus > 1
     strategy = launch.get("strategy")

@@ -81,7 +81,7 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Gri
         axes: The `--axis` arguments (`key=value,value`). They replace axes of the file with the same key.
 
     Raises:
-        SpecError: For a mistake in the file, an axis or a value. For values that do not work together, `refused` is set.
+        SpecError: For a mistake in the file, an axis or a value. If values do not work together, `refused` is set.
     """
     layers = read_layers(path, sets)
     base = merged(layers, path)

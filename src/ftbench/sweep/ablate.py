@@ -113,7 +113,7 @@ class AblationTables(Tables):
 
 
 def _compared(runs: Sequence[Record]) -> Section | None:
-    """Return a comparison of the variants with the plain recipe. Return None if fewer than two of them have run."""
+    """Return a comparison of the variants with the plain recipe. Return None if there is nothing to compare yet."""
     try:
         return comparison.section(pairs.compare(runs_of(runs), RECIPE, one_sitting=True)) if runs else None
     except SpecError:

@@ -32,7 +32,7 @@ class RunControl:
 
 
 class GpuSlot(Protocol):
-    """A place that runs one job at a time, such as a GPU. `trains` is False while the job waits in a queue."""
+    """A place that runs one job at a time, such as a GPU. `trains` is False while its job waits in Slurm's queue."""
 
     name: str
 

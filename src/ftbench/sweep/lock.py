@@ -50,7 +50,7 @@ def _lock(file: int) -> bool:
 
 
 def holder_of(folder: Path) -> dict[str, Any]:
-    """Return pid and host of the process that locked the folder last. Return {} if this process ended normally."""
+    """Return pid and host of the last process that locked the folder, or {} if its sweep ended normally."""
     return rundir.read_json(folder / LOCK)
 
 

@@ -104,7 +104,7 @@ def _check(spec: Experiment) -> None:
 
 
 def _contender(request: ParityRequest, name: str, sets: Sequence[str], described: dict[str, Any]) -> Contender:
-    """Return a recipe to judge and its reference. If the recipe cannot run on this machine, `refused` is the reason.
+    """Return the recipe `name` with its spec and its reference. If it cannot run here, set `refused` to the reason.
     Raise SpecError for an invalid spec. Raise MissingError if the reference cannot run."""
     own = [*sets, *([f"recipe={name}"] if name else [])]
     capability = checks.capability(described)

@@ -26,9 +26,9 @@ SAME_SIZE = 0.15  # maximum relative difference of the number of samples in two 
 
 
 def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
-    """Return the content of agreement.json. `problems` are sentences. `losses` has the loss of each sample in nats, for
-    both runs, at initial and trained weights, before and after the steps. A row of `tensors` has: `initial` or
-    `trained`, compared quantity, tensor name, direction error, logarithm of the norm ratio."""
+    """Return the content of agreement.json. `problems` are sentences. `losses` has keys such as `initial before`
+    (initial or trained weights, before or after the steps) and two lists of losses per sample in nats: reference, run.
+    A row of `tensors` is [`initial` or `trained`, quantity, tensor name, direction error, log of the norm ratio]."""
     a, b = _loaded(reference), _loaded(candidate)
     made: dict[str, Any] = {"problems": [], "losses": {}, "tensors": []}
     if not a or not b or a["gradient"].shape[2] != b["gradient"].shape[2]:
@@ -62,7 +62,7 @@ def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
 
 
 def _settings(a: dict[str, list[str]], b: dict[str, list[str]]) -> list[str]:
-    """Return one sentence for each optimizer setting that differs. Ignore settings that only one optimizer has."""
+    """Return a sentence for each optimizer setting that both runs have with different values."""
     pairs = [(name, a[name], b.get(name, ["None"])) for name in a]
     return [f"the optimizer's {name} is {', '.join(y)}, and plain's is {', '.join(x)}"
             for name, x, y in pairs if "None" not in (*x, *y) and x != y]  # fmt: skip

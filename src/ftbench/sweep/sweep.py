@@ -105,7 +105,7 @@ def _unpublished(grid: Sequence[GridCell], capability: tuple[int, int] | None) -
 
 
 def _experiment(grid: Sequence[GridCell]) -> str:
-    """Return the name of the experiment's folder. Raise SpecError without valid cells, or for mixed mock and real runs."""
+    """Return the name of the experiment's folder. Raise SpecError without valid cells, or if only some are mocks."""
     folders = {runner.experiment(cell.spec) for cell in grid if cell.spec is not None}
     if not folders:
         raise SpecError(*dict.fromkeys(f"no cell can run: {cell.refused}" for cell in grid))

@@ -118,7 +118,7 @@ def gradient(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], s
 def training(
     reference: Sequence[float], candidate: Sequence[float], untrained: float | None, steps: int
 ) -> LevelResult:
-    """Judge whether the held-out losses are equivalent to the losses of the reference with the same seeds."""
+    """Return the result of the training level: test if held-out losses are equivalent to those of the reference."""
     if not all(map(math.isfinite, candidate)):
         return LevelResult("training", FAIL, "a held-out loss is not finite")
     if untrained is None or not all(map(math.isfinite, (*reference, untrained))):
@@ -145,7 +145,7 @@ class _Check:
 
     @property
     def share(self) -> float:
-        """`number / limit`. It is infinity if the number is not finite, or if only the limit is 0."""
+        """`number / limit`: 0 if both are 0, infinity if only the limit is 0 or if the number is not finite."""
         if not math.isfinite(self.number):
             return math.inf
         return self.number / self.limit if self.limit else math.inf if self.number else 0.0
@@ -185,13 +185,13 @@ def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Limits of one kind of error. A limit is the larger of two values: the stated budget (half of it for medians), and
-    a limit computed from the errors of plain bfloat16.
+    """Limits of one kind of error. A limit is the larger of two values: the one in `BUDGETS` (half of it for medians),
+    and a limit computed from the errors of plain bfloat16.
 
     The computed limit of a direction error uses medians over tensors. Norm errors scatter around 0, and their median
     over a few tensors can be small by chance. Therefore, the computed limit of a norm error also uses the root mean
-    square over all tensors. A direction error of size d increases the norm by the share `d**2 / 2`. Therefore, the
-    limit of a norm error is at least `d**2 / 2`, where d is the limit of the direction error.
+    square over all tensors. A direction error of size d multiplies the norm by `1 + d**2 / 2`. Therefore, the limit of
+    a norm error is at least `d**2 / 2`, where d is the limit of the direction error.
     """
 
     budget: float | None
@@ -217,7 +217,7 @@ def _limits(names: Sequence[str], allowed: Sequence[_Errors], point: str, change
 
 
 def _stated(names: Sequence[str], change: str, what: str) -> float | None:
-    """Return the largest stated budget for one tensor. Return None if only plain bfloat16 sets the limit."""
+    """Return the largest limit in `BUDGETS` for an error of one tensor. Return None if `BUDGETS` has no fixed limit."""
     of_step = CHANGES[change] == "weight change"
     field = "norm" if what == "norm" else "update" if of_step else "direction"
     stated = [getattr(BUDGETS[name], field) for name in names if of_step or name == names[0]]

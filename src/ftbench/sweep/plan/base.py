@@ -113,8 +113,8 @@ def read_standing(run: RunDir) -> Standing:
 def on_resume(standing: Standing, retry_failed: bool) -> Standing:
     """Return the status `pending` for a job that must run again. For other jobs, return the given status.
 
-    Interrupted runs start again. So do runs that failed because something was missing on the machine. Other failed runs
-    start again only with `retry_failed`. Out of memory is a result, not a failure.
+    Interrupted runs must run again, and runs that failed because something was missing on the machine. Other failed
+    runs must run again only if `retry_failed` is True. Out of memory is a result, not a failure.
     """
     interrupted = standing.state == "interrupted" or standing.killed
     again = interrupted or standing.lacking or (retry_failed and standing.state in FAILED)

@@ -278,7 +278,7 @@ class ParityPlan(Grid):
 
 
 def _is_refused(result: LevelResult) -> bool:
-    """Return whether a level detects the damage of a control: it fails, or the held-out loss differs too much."""
+    """Return whether a level detected the damage: its state is `fail`, or its loss difference exceeds the limit."""
     if result.state != INCONCLUSIVE or result.number is None or result.limit is None:
         return result.state == FAIL
     return result.level == "training" and result.number > result.limit

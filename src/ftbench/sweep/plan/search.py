@@ -98,7 +98,7 @@ def edge(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = 
 
 
 def knee(fitting: Sequence[Trial]) -> int | None:
-    """Return the smallest batch size above which speed gains less than 5 %. Return None for fewer than two speeds."""
+    """Return the smallest batch size that is within 5 % of the speed of all larger ones, or None without two speeds."""
     known = sorted((trial.batch, trial.speed) for trial in fitting if trial.speed)
     flat = (batch for i, (batch, speed) in enumerate(known) if all(later < KNEE * speed for _, later in known[i + 1 :]))
     return next(flat) if len(known) > 1 else None
@@ -124,7 +124,7 @@ class Search(Plan):
     def __init__(
         self, families: Iterable[Family], options: Options, effective: int | None, gpu: dict[str, Any] | None = None
     ) -> None:
-        """Create a search. Raise SpecError if `effective` (samples per step) is not a multiple of the group size."""
+        """Create a search. Raise SpecError if `effective` (samples per step) is not a multiple of a grpo group."""
         super().__init__(options)
         self.families, self._effective = list(families), effective
         for family in self.families:
