@@ -113,8 +113,7 @@ class _Mlp:
 
 @lru_cache
 def _with_kernels(kind: Any, ours: Any) -> Any:
-    """Return a subclass of `kind` with the methods of `ours`. Cache it, because torch.compile compiles once per
-    class."""
+    """Return a subclass of `kind` with the methods of `ours`. It is cached: torch.compile compiles once per class."""
     return type(kind.__name__, (ours, kind), {"__module__": kind.__module__})
 
 

@@ -19,8 +19,7 @@ from triton.language import constexpr, tensor
 
 @triton.jit
 def _turns(cos: tensor, sin: tensor, row: tensor, half: tensor, HALF: constexpr) -> tensor:
-    """Return cos[row, :HALF], cos[row, HALF:], sin[row, :HALF] and sin[row, HALF:]. `row` is the position of a
-    token."""
+    """Return cos[row, :HALF], cos[row, HALF:], sin[row, :HALF], sin[row, HALF:]. `row` is a token's position."""
     at, there = row * 2 * HALF + half, half < HALF
     return (
         tl.load(cos + at, mask=there, other=0.0).to(tl.float32),

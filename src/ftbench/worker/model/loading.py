@@ -83,8 +83,8 @@ def load_model(spec: Experiment, source: str, quantization_config: Any = None) -
 
 
 def read(spec: Experiment, source: str, **more: Any) -> Any:
-    """Load and return the model. `more` are additional arguments of from_pretrained. Sharded or offloaded weights stay
-    on the host."""
+    """Load and return the model. `more` are arguments of from_pretrained. Sharded or offloaded weights stay on the
+    host."""
     arguments = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model), **attention_of(spec), **more}
     offload = spec.optimizations.weight_offload
     if device().type == "cuda" and not spec.launch.sharded:

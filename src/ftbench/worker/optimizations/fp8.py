@@ -56,8 +56,7 @@ class Fp8Linear(torch.nn.Module):
 
 
 def wanted(module: Any, name: str) -> bool:
-    """Return whether this module is a frozen linear layer with sizes divisible by 16, and not the head or an
-    adapter."""
+    """Return whether this module is a frozen linear layer (not head, not adapter) with sizes divisible by 16."""
     frozen = not any(parameter.requires_grad for parameter in module.parameters())
     fits = isinstance(module, torch.nn.Linear) and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
     return fits and frozen and "lm_head" not in name and "lora_" not in name

@@ -247,8 +247,7 @@ class Pipeline:
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def _ends(self) -> Any:
-        """Return the group of the first and the last rank of this rank's pipeline. All ranks must call this
-        together."""
+        """Return the group of the first and last rank of this rank's pipeline. All ranks must call this together."""
         made = None
         for line in self.mesh.mesh.transpose(1, 2).reshape(-1, self.mesh.mesh.shape[1]).tolist():
             ends = dist.new_group([line[0], line[-1]])

@@ -28,8 +28,7 @@ def _mesh_shape(spec: Experiment) -> tuple[int, int]:
 
 @cache
 def _mesh(tensor: int, shares: int) -> ParallelismConfig:
-    """Return accelerate's config with the device mesh. Cache it, because loading and training must use the same
-    mesh."""
+    """Return accelerate's config with the device mesh. Cache it: loading and training must use the same mesh."""
     mesh = ParallelismConfig(tp_size=tensor, dp_shard_size=shares)
     mesh.get_device_mesh(device().type)
     return mesh
