@@ -68,8 +68,8 @@ def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> N
 
 
 def problems(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> list[str]:
-    """Return an error message for each reason why a resolved spec cannot run on this machine. `check_needed` checks the
-    files and the training packages."""
+    """Return an error message for each reason why a resolved spec cannot run on this machine. Files and packages are
+    not checked here (see `check_needed`)."""
     others = launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
     if spec.launch.nodes > most_nodes:
         others.append(

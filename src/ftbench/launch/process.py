@@ -87,8 +87,8 @@ def run_module(
 ) -> tuple[Exit, str | None]:
     """Run a module of ftbench in a child process, for at most `limit_s` seconds.
 
-    Return (exit, problem). `problem` is None after a success, and the text `late` after a timeout. Raise
-    KeyboardInterrupt after a signal.
+    Return (exit, problem). `problem` is None after a success, the argument `late` after a timeout, and otherwise a
+    message with the exit code and the last line of the log. Raise KeyboardInterrupt after a signal.
     """
     end = time.monotonic() + limit_s
 

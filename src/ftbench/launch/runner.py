@@ -116,7 +116,7 @@ def experiment(spec: Experiment) -> str:
 
 
 def describe(spec: Experiment, visible: str | None = None) -> dict[str, Any]:
-    """Return the content of machine.json with the GPUs of the spec. `visible` is a value for CUDA_VISIBLE_DEVICES."""
+    """Return the content of machine.json with the GPUs that the spec uses. `visible`: CUDA_VISIBLE_DEVICES or None."""
     return {**machine.host(), "gpus": launcher_of(spec).devices(spec, visible)}
 
 

@@ -28,7 +28,7 @@ class Part(BaseModel):
 
 
 class OlderPart(Part):
-    """Base class of sections that had more keys in earlier versions. Removed keys are accepted if they are off."""
+    """Base class of sections that had more keys in earlier versions. Ignore a removed key if its value is off."""
 
     removed: ClassVar[tuple[str, ...]] = ()
 

@@ -195,7 +195,7 @@ class Experiment(Part):
 
     @property
     def global_batch(self) -> int:
-        """Samples per optimizer step, summed over all ranks. With packing, the number of rows."""
+        """Samples per optimizer step, summed over all ranks. With packing, rows per step instead of samples."""
         return self.train.batch_size * self.train.gradient_accumulation_steps * self.launch.shares
 
     @property

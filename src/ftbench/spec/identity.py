@@ -54,7 +54,7 @@ def _relevant(spec: Experiment) -> dict[str, Any]:
 
 
 def _content(path: Path) -> list[str | int]:
-    """Return [name, size, hash] of a file. For a directory, size and hash are those of its config.json."""
+    """Return [name, size in bytes, hash] of a file, or of a directory's config.json; [name] if it cannot be read."""
     file = path / "config.json" if path.is_dir() else path
     try:
         if file.is_file():

@@ -182,7 +182,7 @@ def amount(price: Price, seconds: float, watts: float) -> Amount | None:
 
 
 def running(owned: Owned, watts: float | None) -> float | None:
-    """Return the cost of electricity per hour: 0 without an electricity price, None if the GPU power is unknown."""
+    """Return the electricity cost of one GPU per hour: 0 without an electricity price, None if its power is unknown."""
     if owned.electricity_per_kwh is None:
         return 0.0
     return None if watts is None else owned.electricity_per_kwh * (watts + owned.host_idle_watts) / 1000

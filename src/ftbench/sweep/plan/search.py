@@ -106,7 +106,7 @@ def knee(fitting: Sequence[Trial]) -> int | None:
 
 @dataclass(slots=True)
 class Family:
-    """The settings of a cell without its batch size. `seed` is the largest batch that is predicted to fit."""
+    """The settings of a cell without its batch size. `seed` is the estimator's largest batch that fits."""
 
     spec: Experiment
     sets: tuple[str, ...]
