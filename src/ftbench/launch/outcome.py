@@ -111,7 +111,7 @@ def _write_results(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _finish_profile(run: RunDir) -> dict[str, Any]:
-    """Write the profile from the worker's traces. Return {} or, if a trace cannot be read, {"state", "reason"}."""
+    """Write the profile from the worker's traces. If one is unreadable, return {"state": "error", "reason": text}."""
     if not run.profile.is_dir():
         return {}
     from ftbench.profile import files

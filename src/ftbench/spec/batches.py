@@ -39,7 +39,7 @@ def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
 
 
 def _scale(spread: npt.NDArray[np.float64], mean: float, sigma: float, longest: int) -> float:
-    """Return a factor. Lengths of `factor * spread` tokens have this mean after truncation to `longest` tokens."""
+    """Return the factor for which the lengths `factor * spread`, truncated to `longest` tokens, have this mean."""
     low, high = math.log(SHORTEST), math.log(longest) + 4 * sigma
     below, above = 0.0, math.inf
     for _ in range(60):  # bisection: the mean grows with the factor

@@ -105,7 +105,7 @@ def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], sp
 
 
 def gradient(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
-    """Return the result of the gradient level: compare gradients and weight changes with those of the reference."""
+    """Compare gradients and weight changes with the reference, and return the result. A missing gradient fails."""
     if not record["losses"]:
         return LevelResult("gradient", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")
     if record["problems"]:

@@ -113,8 +113,8 @@ def read_standing(run: RunDir) -> Standing:
 def on_resume(standing: Standing, retry_failed: bool) -> Standing:
     """Return the status `pending` for a job that must run again. For other jobs, return the given status.
 
-    Interrupted runs must run again, and runs that failed because something was missing on the machine. Other failed
-    runs must run again only if `retry_failed` is True. Out of memory is a result, not a failure.
+    Interrupted jobs must run again. Jobs that failed because something was missing on the machine must run again too.
+    Other failed jobs must run again only if `retry_failed` is True. Out of memory is a result, not a failure.
     """
     interrupted = standing.state == "interrupted" or standing.killed
     again = interrupted or standing.lacking or (retry_failed and standing.state in FAILED)
@@ -175,7 +175,7 @@ class WallTimes:
 
         If repeats of the same cell have finished, use their longest time. Otherwise, use the finished run with the
         nearest batch size: if possible, one that differs only in batch size. If other settings differ too, the bound
-        is at least the time of the slowest run. Scale it up to the job's batch size: in proportion to the samples
+        is at least the time of the slowest run. Scale this time up to the job's batch: in proportion to the samples
         for a fixed number of steps, and in proportion to the steps for a fixed number of epochs.
         """
         if repeats := self._cells.get(job.cell):
