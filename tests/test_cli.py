@@ -395,7 +395,7 @@ def test_missing_base_names_the_file_that_extends_it(ftbench, tmp_path):
         (["--batch-size", "1", "--effective-batch", "9"], "--effective-batch needs --until-oom"),
         (["--batch-size", "1", "--gpu-ids", "0", "--on", "slurm"], "use one of them"),
         (["--batch-size", "1", "--gpu-ids", "all"], "name GPUs by number, for example --gpu-ids 0,1"),
-        (["--status", "."], "runs nothing; leave"),
+        (["--status", "."], "only shows a sweep: remove"),
     ],
 )  # fmt: skip
 def test_conflicting_sweep_options_are_refused(ftbench, tmp_path, arguments, said):

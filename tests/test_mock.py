@@ -108,7 +108,7 @@ def test_a_mock_imports_no_training_library(pretend):
         (
             "loss",
             1,
-            "the loss is not a number in 10 steps, first in step 1: see whether the model's weights are numbers",
+            "the loss is not a number in 10 steps, first in step 1: check the model's weights for NaN",
         ),
         ("loss", 4, "the loss is not a number in 7 steps, first in step 4: lower train.learning_rate"),
         ("grad_norm", 9, "the gradient norm is not a number in 2 steps, first in step 9: lower train.learning_rate"),

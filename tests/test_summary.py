@@ -382,7 +382,7 @@ def warned(made, word):
 
 def test_few_steady_steps_are_a_warning(run):
     (told,) = warned(run(training([3.0, 1.0, 1.0, 1.0, 1.0])), "steady steps")
-    assert told == "only 4 steady steps: train at least 6 for a figure to rely on"
+    assert told == "only 4 steady steps: train at least 6 steps for reliable figures"
     assert not warned(run(training([3.0, 1.0, 1.0, 1.0, 1.0, 1.0])), "steady steps:")
 
 

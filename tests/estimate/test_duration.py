@@ -270,7 +270,7 @@ def test_the_range_widens_as_less_is_known(store):
 def test_a_mixture_of_experts_has_a_wide_range(store):
     found = estimate(store=store, model={"id": "Qwen/Qwen3-30B-A3B"})
     assert found.basis == SHEET
-    assert "no run of this mixture of experts and step" in found.confidence
+    assert "no run measured this step of a mixture of experts" in found.confidence
 
 
 def test_other_gpus_short_and_failed_runs_are_ignored(tmp_path):

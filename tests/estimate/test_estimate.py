@@ -441,7 +441,7 @@ def test_the_text_has_the_heaviest_and_the_largest_batch(file: Path) -> None:
 
 def test_the_text_has_driver_memory_process_memory_and_margin(file: Path) -> None:
     text = estimate(EstimateRequest(file, ["model.id=Qwen/Qwen3-0.6B"], gpu="RTX 4090")).text
-    assert "24.0 GiB by its driver (NVML), 23.6 for a process, less 0.500 for a display" in text
+    assert "24.0 GiB in total (NVML), 23.6 for a process, less 0.500 for a display" in text
     (row,) = json.loads(estimate(EstimateRequest(file, gpu="RTX 4090")).document)["gpus"]
     assert (row["usable"], row["margin"]) == (23.61, 0.5)
 

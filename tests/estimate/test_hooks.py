@@ -155,4 +155,4 @@ def test_a_dry_run_ends_with_runs_time_and_energy(spec: Path, tmp_path: Path) ->
     shared = dataclasses.replace(ready, slots=[*ready.slots] * 2)  # two runs on one GPU, as parity with share_gpu
     assert "3 runs, about 45 min 00 s, 2 at a time, 0.75 kWh" in as_text(lines, shared)
     unknown = as_text([Planned("d", "pending", None)], ready).splitlines()[-1]
-    assert unknown == "total: 1 run; time unknown until the first run ends: no formula and no run of these cells"
+    assert unknown == "total: 1 run; time unknown until the first run ends: no formula or run covers these cells"

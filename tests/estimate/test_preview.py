@@ -78,7 +78,7 @@ def test_synthetic_data_has_lengths_without_samples(tmp_path):
 
 
 def test_rows_that_cannot_be_used_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"line 1: columns a fit no format .*dataset\.columns="):
+    with pytest.raises(DataError, match=r"line 1: columns a match no format .*dataset\.columns="):
         preview.preview(spec_of(tmp_path, [{"a": "b"}]), [])
 
 

@@ -357,7 +357,7 @@ def test_the_specs_launch_is_the_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "strategy", "why"), [
-    (3, "tp", "tp: 8 key heads do not divide by 3"), (2, "tp+fsdp", "2 GPUs do not form a mesh of 2 times two or more"),
+    (3, "tp", "tp: 8 key heads are not divisible by 3"), (2, "tp+fsdp", "2 GPUs cannot form two or more groups of 2"),
     (2, "ep", "ep needs experts, and qwen3 has none"),
 ])  # fmt: skip
 def test_models_that_cannot_be_split_are_errors(tmp_path: Path, gpus: int, strategy: str, why: str) -> None:
@@ -513,7 +513,7 @@ def test_strategy_all_uses_the_specs_gpus_and_rejects_unused_options(tmp_path: P
     assert {row["gpus"] for row in json.loads(answer.document)["strategies"]} == {1, 2, 4}
     answer = estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=6, strategy="all"))
     assert {row["gpus"] for row in json.loads(answer.document)["strategies"]} == {1, 2, 4, 6}
-    assert "\ntp: 8 key heads do not divide by 6\n" in answer.text
+    assert "\ntp: 8 key heads are not divisible by 6 GPUs\n" in answer.text
     with pytest.raises(SpecError, match="remove --samples and --hours"):
         estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all", samples=100, hours=4))
     with pytest.raises(SpecError, match="on one kind of GPU: name one, such as H100 SXM5"):

@@ -56,7 +56,7 @@ def test_out_of_memory_suggests_half_the_batch_and_checkpointing(ftbench, tmp_pa
     [(IDLE, "launch-bound: the GPU worked 40 %", "run SPEC --set optimizations.compile=on"),
      ({"gpu_busy": 0.99, "tensor_busy": 0.2, "memory_busy": 0.6}, "memory-bound: ", "recommend SPEC --gpu 'H200 SXM'"),
      (WAITING, "data-bound: ", "run SPEC --set optimizations.loader_processes=on"),
-     ({"padded_tokens": 16384}, "what limits the speed is not known", "run SPEC --set optimizations.packing=on"),
+     ({"padded_tokens": 16384}, "the bottleneck is unknown", "run SPEC --set optimizations.packing=on"),
      ({"host_cpu_by_others": 0.9}, "no valid speed: other processes used the machine", "run SPEC"),
      ({"loss": float("nan")}, "not finite: ", "run SPEC --set train.learning_rate=0.0001"),
      ({"machine": {"gpu": None}}, "limited by the CPU's arithmetic", "estimate SPEC --gpu 'RTX 4090'")],

@@ -74,7 +74,7 @@ def test_format_is_detected_from_columns(columns, format_name):
 
 
 def test_unknown_columns_are_an_error_with_supported_formats():
-    with pytest.raises(DataError, match=r"columns a, b fit no format \(alpaca: instruction, output"):
+    with pytest.raises(DataError, match=r"columns a, b match no format \(alpaca: instruction, output"):
         detect(["b", "a"], "file")
 
 

@@ -69,7 +69,7 @@ def test_description_equals_the_live_model(family: str, method: str) -> None:
 
 
 def test_dense_model_rejects_expert_adapters() -> None:
-    with torch.device("meta"), pytest.raises(SpecError, match="lacks fused expert matrices"):
+    with torch.device("meta"), pytest.raises(SpecError, match="has no fused expert weights"):
         methods.load("lora").adapt(built("phi3"), spec_of(method=METHODS["experts"]))
 
 

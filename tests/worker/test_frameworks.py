@@ -354,7 +354,7 @@ def test_ignored_setting_fails_the_run(framework_run, given, launch, said):
 def test_other_rows_are_a_warning(framework_run, pick):
     applied, _ = framework_run(pick=pick)
     (warning,) = applied["warnings"]
-    assert warning.startswith("not the same work: llamafactory trained on other rows")
+    assert warning.startswith("not the same work: llamafactory did not train on the given rows")
 
 
 def test_framework_that_does_not_train_is_an_error(framework_run):

@@ -288,7 +288,7 @@ def test_unused_prompts_are_reported(train_here, tmp_path):
     rows = file_of(tmp_path, [{"prompt": text} for text in PROMPTS[:3]] + [{"prompt": "long " * 99}])
     made = {"objective": GRPO, "dataset": rows}
     applied = read_json(train_here(**made, train={"batch_size": 8}).applied)
-    assert "1 prompt at the end unused: a step needs 2" in applied["warnings"]
+    assert "skipped 1 prompt at the end: a step needs 2" in applied["warnings"]
     assert "skipped 1 row of file with the prompt's end beyond max_length 64" in applied["warnings"]
     with pytest.raises(SpecError, match="3 prompts, and a step needs 4: lower"):
         train_here(**made, train={"batch_size": 16})

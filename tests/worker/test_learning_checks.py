@@ -65,7 +65,7 @@ def test_run_that_repeats_a_batch_fails(train_here, monkeypatch):
         return seen[0]
 
     monkeypatch.setattr(Trainer, "get_batch_samples", repeated)
-    with pytest.raises(NotAppliedError, match="not trained on its data in their order"):
+    with pytest.raises(NotAppliedError, match="did not train on its samples in the expected order"):
         train_here(method=FULL)
 
 

@@ -62,7 +62,7 @@ def test_states_in_host_memory_change_nothing(trained, monkeypatch, optimizer):
 def test_what_is_not_stepped_in_the_backward_pass_is_told(trained, monkeypatch):
     monkeypatch.setattr(optimizer_in_backward.StepsInBackward, "on_train_begin", lambda *_, **__: None)
     monkeypatch.setattr(optimizer_in_backward.StepsInBackward, "norm", lambda *_, **__: torch.tensor(1.0))
-    with pytest.raises(NotAppliedError, match="was not stepped in the backward pass"):
+    with pytest.raises(NotAppliedError, match="was not updated in the backward pass"):
         trained(True)
 
 

@@ -186,7 +186,7 @@ def test_gradient_checkpointing_does_not_change_losses(train_here):
 
 def test_ignored_optimization_fails_the_run(train_here, monkeypatch):
     monkeypatch.setattr(trainer, "sft_config", _without_checkpointing(trainer.sft_config))
-    with pytest.raises(NotAppliedError, match=r"gradient_checkpointing is True and 0 % of the layers do it"):
+    with pytest.raises(NotAppliedError, match=r"gradient_checkpointing is True, but 0 % of the layers use it"):
         train_here(optimizations={"gradient_checkpointing": True})
     allowed = train_here(optimizations={"gradient_checkpointing": True}, measure={"allow_fallback": True})
     assert any("gradient_checkpointing" in warning for warning in read_json(allowed.applied)["warnings"])

@@ -37,7 +37,7 @@ def test_a_librarys_batch_has_the_counts_of_ours(rows, free):
     assert (theirs["count"].real, theirs["count"].padded) == (10, 10 if free else 14)
 
 
-@pytest.mark.parametrize(("key", "at", "message"), [("input_ids", 8, "other tokens"), ("labels", 4, "loss on other")])
+@pytest.mark.parametrize(("key", "at", "message"), [("input_ids", 8, "the tokens of"), ("labels", 4, "which tokens")])
 def test_a_batch_with_other_tokens_or_labels_is_an_error(key, at, message):
     def collate(examples):
         batch = DataCollatorForLanguageModeling(0, padding_free=True).torch_call(examples)

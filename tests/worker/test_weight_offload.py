@@ -128,7 +128,7 @@ def test_early_overwrite_of_a_buffer_is_noticed(trained, monkeypatch):
 def test_weights_outside_the_buffers_are_reported(trained, monkeypatch):
     matrices = weight_offload._matrices
     monkeypatch.setattr(weight_offload, "_matrices", lambda layer: list(matrices(layer))[1:])
-    with pytest.raises(NotAppliedError, match="of layer 0 has separate memory"):
+    with pytest.raises(NotAppliedError, match="of layer 0 is not in the shared buffer"):
         trained(ON)
 
 

@@ -85,7 +85,7 @@ def _show_status(folder: Path | None, spec: Path | None, as_json: bool) -> None:
     if folder is None:
         raise SpecError("sweep: name a spec file, or use --status DIR to show a running sweep")
     if spec is not None:
-        raise SpecError(f"sweep: --status shows a sweep and runs nothing; leave {spec} out")
+        raise SpecError(f"sweep: --status only shows a sweep: remove {spec}")
     board = view.status(folder)
     emit(board if as_json else view.as_text(board))
 

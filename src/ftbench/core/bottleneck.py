@@ -1,6 +1,6 @@
 """Find the bottleneck of a run: data loading, kernel launches, arithmetic, memory bandwidth, temperature or power.
 
-Summaries store the sentences in `why`, and `ftbench verify` compares them. Therefore the wording must not change.
+Summaries store the sentences in `why`, and `ftbench verify` compares them. Add new wordings to `units._WORDINGS`.
 """
 
 import math
@@ -89,16 +89,16 @@ def _judge(bottleneck: Bottleneck, on_gpu: bool) -> tuple[str | None, str]:
     if waits and (idle is None or idle > 1 - UTILIZED):
         return "data-bound", f"{bottleneck.data_wait:.0%} of the steady window was spent waiting for batches"
     if not on_gpu:
-        return None, "there is no GPU whose load could be read"
+        return None, "the run did not use a GPU"
     if idle is None:
-        return None, "the driver does not say how busy the GPU was"
+        return None, "the driver did not report the GPU utilization"
     if idle > 1 - UTILIZED:
         return (
             "launch-bound",
             f"the GPU worked {bottleneck.gpu_busy:.0%} of the time and waited for the CPU the rest of the time",
         )
     if (bottleneck.thermally_limited or 0) > THROTTLED:
-        return "thermally limited", f"heat held the clock down in {bottleneck.thermally_limited:.0%} of the time"
+        return "thermally limited", f"heat throttled the GPU for {bottleneck.thermally_limited:.0%} of the time"
     return _arithmetic_or_memory(bottleneck)
 
 
@@ -111,8 +111,8 @@ def _arithmetic_or_memory(bottleneck: Bottleneck) -> tuple[str | None, str]:
         memory = f"{bottleneck.memory_busy:.0%} of the memory's bandwidth was used"
         return kind, f"{busy}, its tensor cores {bottleneck.tensor_busy:.0%}; {memory}"
     if bottleneck.products is None:
-        return None, f"{busy}; how fast it could multiply is not known (`ftbench probe` measures it)"
-    products = f"{busy}; its products alone, at the best rate known, take {bottleneck.products:.0%} of it"
+        return None, f"{busy}; its peak rate of matrix products is unknown (`ftbench probe` measures it)"
+    products = f"{busy}; its matrix products would take {bottleneck.products:.0%} of it at the best known rate"
     return ("compute-bound" if bottleneck.products >= COMPUTE_BOUND else "memory-bound"), products
 
 

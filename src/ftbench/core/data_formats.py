@@ -90,7 +90,7 @@ def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
         )
     wanted = "; ".join(f"{name}: {columns}" for name, columns in COLUMNS.items())
     raise DataError(
-        f"{where}: columns {listed} fit no format ({wanted}); name them with dataset.columns={{prompt: COLUMN, "
+        f"{where}: columns {listed} match no format ({wanted}); name them with dataset.columns={{prompt: COLUMN, "
         "completion: COLUMN}"
     )
 

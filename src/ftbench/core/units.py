@@ -100,7 +100,6 @@ def change(value: float | None, digits: int = 1) -> str:
 
 
 _WORDINGS = {  # regular expression of a sentence in committed runs → its current form
-    "not there, so .* by rank": "missing, so there are no figures per rank",
     r"graphs (came from the )compiler's cache on disk: where it is empty":
         r"compiled graphs \1disk cache: with an empty cache",
     r"steps took (\S+ %) at the end of the steady window against its beginning":
@@ -110,7 +109,9 @@ _WORDINGS = {  # regular expression of a sentence in committed runs → its curr
     r"single steps \((\d+)\) show up to (\d+) W where (\d+) may be drawn.*":
         r"in \1 steps the power reads up to \2 W, above the limit of \3 W. Only the energy of several steps is exact",
     r"are (?!not)\w+'s$": "are not valid",
-    "so it enters no answer": "so reports leave it out",
+    "damages it on purpose, so .*": "breaks the training on purpose; reports ignore this run",
+    r"at least (\d+) for a figure to rely on": r"at least \1 steps for reliable figures",
+    "does not say how busy the GPU was": "did not report the GPU utilization",
     r"GiB ask\w+ for": "GiB requested",
 }  # fmt: skip
 

@@ -150,7 +150,7 @@ def _alternative(
         return "Name a GPU with --gpu to get settings that fit.", None
     best = ranking.alternative(spec, target.gpu, history)
     if best is None:
-        return "No batch, optimization or method of `ftbench recommend` is sure to fit.", None
+        return "`ftbench recommend` knows no batch, optimization or method that certainly fits.", None
     memory, command = best.memory, spec_file.run_command(request.spec, sets, best.spec)
     where = "" if request.gpu is None or len(gpus_named(request.gpu)) == 1 else f" on {target.name}"
     needed = f"{gibibytes(memory.device.expected)} of {gibibytes(memory.total)} GiB{where}"

@@ -33,7 +33,7 @@ class Capacity:
     def words(self) -> str:
         """Total memory, usable memory and margin as text."""
         kept = f", less {gibibytes(self.margin)} for a display" if self.margin else ""
-        return f"{gibibytes(self.total)} GiB by its driver (NVML), {gibibytes(self.usable)} for a process{kept}"
+        return f"{gibibytes(self.total)} GiB in total (NVML), {gibibytes(self.usable)} for a process{kept}"
 
 
 def capacity(gpu: Gpu | float, total: float | None = None) -> Capacity:

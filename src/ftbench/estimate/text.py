@@ -83,7 +83,7 @@ def _fitting(rows: Sequence[GpuEstimate]) -> str:
     """Return a sentence that counts the GPUs with enough memory, and names the smallest and the fastest of them."""
     fit = [row for row in rows if row.memory.verdict == VERDICTS[0]]
     if not fit:
-        return folded(f"It is not sure to fit any of these {len(rows)} GPUs.")
+        return folded(f"It may not fit any of these {len(rows)} GPUs.")
     smallest = min(fit, key=lambda row: row.memory.total)
     text = f"It fits {len(fit)} of {len(rows)} GPUs. The smallest is {smallest.name}"
     if timed := [(row.time.step_s.expected, row.name) for row in fit if row.time]:
@@ -98,7 +98,7 @@ def _summary(spec: Experiment, row: GpuEstimate, scope: Scope) -> str:
     lines = [
         ("memory", f"{_band(memory.device, gibibytes, ' GiB')} as nvidia-smi counts; {row.name} has "
                    f"{memory.capacity.words}"),
-        ("batch", f"largest that fits: {_largest(spec, row.largest) or 'none is sure to fit'}"),
+        ("batch", f"largest that fits: {_largest(spec, row.largest) or 'none, even batch 1 may not fit'}"),
     ]  # fmt: skip
     if time is None:
         return text_table(["", ""], [*lines, ("time", row.reason)])
@@ -157,7 +157,7 @@ def _time_details(time: DurationEstimate) -> list[str]:
     return ["", text_table(["", ""], [
         ("step", _band(time.step_s, units.seconds)),
         ("lengths", f"{time.lengths}; {units.percent(time.padding)} padding"),
-        *([("", "so these times are upper bounds: a short run on this data measures its lengths")]
+        *([("", "so these times are upper bounds. A short run on this data measures the real lengths")]
           if time.upper_bound else []),
         ("start", f"{units.seconds(time.start_s)} to the first steady step; the first step takes "
                   f"{units.seconds(time.first_s)} longer than a steady one"),
@@ -177,14 +177,14 @@ def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
         f"mean sample length: {units.rate(each.mean_tokens)} tokens ({each.lengths}); it determines samples/h and costs"
         for each in known
     ]
-    notes.append("GiB: of the device, as nvidia-smi counts. For a process: what CUDA gives one" + (
+    notes.append("GiB: device memory, as nvidia-smi counts. For a process: the memory that CUDA gives one process" + (
         f", less {gibibytes(margin)} GiB for a display" if margin else ""))  # fmt: skip
     if MEASURED in (bases := {time.basis for time in known}) and len(bases) > 1:
-        notes.append("Measured rows come from your runs, the others from formulas: compare them within their ranges.")
+        notes.append("Measured rows come from your runs, others from formulas. Ignore differences within the ranges.")
     if any(time.bound == "host" for time in known):
         notes.append(LAUNCH_BOUND)
     if any(row.memory.verdict == VERDICTS[-1] and row.time for row in rows):
-        notes.append("If the spec does not fit, the times are those of such a GPU with more memory.")
+        notes.append("The times of GPUs on which the spec does not fit assume more memory.")
     return "\n".join([table, *map(folded, dict.fromkeys((*_unknown(rows), *notes)))])
 
 

@@ -33,7 +33,7 @@ class Config:
         if width < 1:
             raise ValueError(f"config.json: hidden_size {hidden} is too small for its num_attention_heads")
         if heads % (groups := self.whole("num_key_value_heads", heads)):
-            raise ValueError(f"config.json: num_attention_heads {heads} must divide by num_key_value_heads {groups}")
+            raise ValueError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
         if width % 2:
             raise ValueError(f"config.json: head_dim is {width} and must be even for rotary positions")
         return width

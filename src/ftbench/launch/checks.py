@@ -73,8 +73,8 @@ def problems(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -
     others = launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
     if spec.launch.nodes > most_nodes:
         others.append(
-            f"launch.nodes: {spec.launch.nodes} machines need `ftbench run` on each of them, one run at a time: set it "
-            "to 1 here"
+            f"launch.nodes: this command supports one machine, not {spec.launch.nodes}: set it to 1, or start "
+            "`ftbench run` on each machine"
         )
     return incompatibilities(spec) + others
 

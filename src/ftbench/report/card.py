@@ -69,7 +69,7 @@ def _preferred(figures: dict[str, float | None]) -> str:
     accuracy, margin = figures.get("reward_accuracy"), figures.get("reward_margin")
     if accuracy is None or margin is None:
         return ""
-    return f"the chosen answer in {units.percent(accuracy)} of the last step's pairs, by {margin:.3f} nats"
+    return f"the chosen answer in {units.percent(accuracy)} of the last step's pairs, mean margin {margin:.3f} nats"
 
 
 def _reward(figures: dict[str, float | None]) -> str:

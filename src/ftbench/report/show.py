@@ -114,7 +114,7 @@ def _verdict(summary: Mapping[str, Any]) -> str:
     wait = bound.get("data_wait")
     waited = "" if wait is None else f"; {units.percent(wait)} of the time is spent waiting for batches"
     if summary.get("gpu"):
-        return f"what limits the speed is not known: {bound.get('why') or 'no step was measured'}{waited}"
+        return f"the bottleneck is unknown: {bound.get('why') or 'no step was measured'}{waited}"
     return f"limited by the CPU's arithmetic{waited}. Speed and memory of a GPU differ."
 
 

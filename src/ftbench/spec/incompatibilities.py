@@ -122,4 +122,4 @@ def unpublished(spec: Experiment, capability: Capability) -> str | None:
     """Return why `triton_kernels: auto` becomes off on this machine, else None. Recipes are published with the kernels
     on. With the kernels off, the published speed and verdict of a recipe are not valid."""
     reason = compute.kernels_left_out(spec, capability)
-    return reason and f"recipes are published with {KERNELS} on, and it would be off here: {reason}"
+    return reason and f"recipes are published with {KERNELS} on, but this machine would turn it off: {reason}"

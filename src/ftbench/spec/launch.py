@@ -132,7 +132,7 @@ def _stages(launch: Mapping[str, object], name: str, shards: int | None) -> dict
     copies = shards or max(1, gpus // (pp * tp))
     if pp * tp * copies != gpus:
         product = f"pp {pp}" + (f" x tp {tp}" if tp > 1 else "") + (f" x fsdp {shards}" if shards else "")
-        raise ValueError(f"`gpus` is {gpus}, which {product} does not fill: set gpus to {pp * tp * copies}")
+        raise ValueError(f"`gpus` is {gpus}, but {product} uses {pp * tp * copies}: set gpus to {pp * tp * copies}")
     if name == "pp":
         name = "+".join(["pp", *["tp"] * (tp > 1), *["fsdp" if tp > 1 or shards else "ddp"] * (copies > 1)])
     micro_batches = launch.get("micro_batches") or 2 * pp

@@ -181,10 +181,7 @@ class Qlora(_Adapters):
         if model.dtype == "float16":
             yield "method.quant_type mxfp4 computes in bfloat16: leave model.dtype auto"
         if spec.optimizations.compile:
-            yield (
-                "optimizations.compile with quant_type mxfp4: a layer that dequantises its experts for each product is "
-                "not a single graph: set it to off"
-            )
+            yield "optimizations.compile cannot compile layers of quant_type mxfp4 as one graph: set it to off"
         if self.experts and self.rank % GRANULE:
             yield f"method.experts with quant_type mxfp4 needs a rank that is a multiple of {GRANULE}, not {self.rank}"
 

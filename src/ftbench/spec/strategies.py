@@ -133,14 +133,14 @@ def _stages(spec: Experiment) -> Iterator[str]:
             "interleaved-1f1b, or launch.strategy pp"
         )
     if launch.schedule == "interleaved-1f1b" and micro % pp:
-        yield f"launch.micro_batches: interleaved-1f1b needs a multiple of {pp}, and it is {micro}: change it"
+        yield f"launch.micro_batches: interleaved-1f1b needs a multiple of {pp}, not {micro}: change it"
     if rows % micro:
         yield (
             f"train.batch_size: {rows} rows cannot form {micro} equal micro-batches: set it to "
             f"{micro * -(-rows // micro)}, or set launch.micro_batches"
         )
     if launch.split and len(launch.split) != launch.stages:
-        yield f"launch.split has {len(launch.split)} numbers, and there are {launch.stages} stages: give one for each"
+        yield f"launch.split has {len(launch.split)} numbers for {launch.stages} stages: give one number per stage"
     yield from split_problems(spec, number_of_layers(spec.model))
 
 
@@ -250,7 +250,7 @@ def incompatibilities(spec: Experiment) -> list[str]:
     if launch.ranks == 1:
         several = {"strategy": name, "offload": launch.offload}
         return [
-            f"launch.{key}: {value} needs several GPUs and launch.gpus is 1: raise it, or set {key} to none"
+            f"launch.{key}: {value} needs several GPUs and launch.gpus is 1: raise launch.gpus, or set {key} to none"
             for key, value in several.items()
             if value != "none"
         ]
@@ -272,7 +272,7 @@ def _of_strategy(spec: Experiment, strategy: Strategy) -> Iterator[str]:
     yield from strategy.incompatibilities(spec)
     if name == "tp+fsdp" and not launch.is_mesh:
         yield (
-            f"launch.tp: {launch.gpus} GPUs do not form a mesh of {launch.tp} times two or more: set launch.gpus to a "
+            f"launch.tp: {launch.gpus} GPUs cannot form two or more groups of {launch.tp} GPUs: set launch.gpus to a "
             "multiple of it, or launch.strategy to tp or fsdp"
         )
     if launch.offload not in ("none", *strategy.offloads):

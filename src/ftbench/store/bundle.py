@@ -184,7 +184,7 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
                     if not member.isfile():
                         raise ValueError(f"refused: {member.name!r} is a link, a device or a folder")
                     if member.size > MAX_FILE or count > MAX_FILES:
-                        raise ValueError(f"refused: more or larger files than runs have, at {member.name!r}")
+                        raise ValueError(f"refused: too many files, or one too large for a run, at {member.name!r}")
                     tar.extract(member, folder, filter="data")
             while limited.read(2**20):
                 pass  # zstd compares its checksum at the end

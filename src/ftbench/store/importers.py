@@ -81,7 +81,7 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
     log = _trainer_state(file, data) if data.lstrip().startswith(b"{") else _seven_columns(file, data, about)
     batch = about.batch_size or log.batch_size
     if batch is None:
-        raise SpecError(f"{file}: lacks a batch size; add --batch-size")
+        raise SpecError(f"{file}: has no batch size; add --batch-size")
     identity = hashlib.sha256(json.dumps([digest, about.gpu, about.model]).encode()).hexdigest()[:12]
     slug = f"{model_slug(about.model)}-{about.method}-b{batch}-{identity}-r1"
     try:
@@ -130,7 +130,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     rows, notes = read_steps(file)
     rows = [row for row in rows if row.phase in (None, "train")]
     if not rows:
-        raise SpecError(f"{file}: lacks a step" + (f" ({notes[0]})" if notes else ""))
+        raise SpecError(f"{file}: contains no training step" + (f" ({notes[0]})" if notes else ""))
     for row in rows:
         row.phase = "train"
     before = StepRow(step=0, elapsed_time_sec=0.0)
@@ -139,7 +139,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
         _time(file, last, row, step_samples)
     every = max(int(row.step or 0) - int(last.step or 0) for last, row in pairwise([before, *rows]))
     if every > 1:
-        notes.append(f"a line is the mean of up to {every} steps: single steps are not known")
+        notes.append(f"a line is the mean of up to {every} steps: the times of single steps are unknown")
     if step_samples:
         notes.append("each step counts as a full batch, also the last one of an epoch")
     lacks = "tokens, losses, energy and the recipe"
@@ -150,7 +150,7 @@ def _time(file: Path, last: StepRow, row: StepRow, samples: int | None) -> None:
     """Set the step time of a row to the mean time per step since the previous line."""
     step, elapsed, begun = row.step, row.elapsed_time_sec, last.elapsed_time_sec
     if step is None or elapsed is None or begun is None:
-        raise SpecError(f"{file}: the line after step {last.step} lacks a step or a time")
+        raise SpecError(f"{file}: the line after step {last.step} has no step number or no time")
     first = int(last.step or 0) + 1
     if step < first or elapsed < begun:
         raise SpecError(f"{file}: goes back from step {first - 1} to {step}; a file must have one run")
@@ -168,7 +168,7 @@ def _trainer_state(file: Path, data: bytes) -> ForeignLog:
         raise SpecError(f"{file}: not a trainer_state.json of the Trainer: `log_history` is missing")
     rows = _rows_of(file, history, _number(state.get("max_steps")))
     if not any(row.phase == "train" for row in rows):
-        raise SpecError(f"{file}: its log_history lacks a loss; train with logging_steps")
+        raise SpecError(f"{file}: its log_history contains no loss; train with logging_steps")
     total: dict[str, Any] = next((entry for entry in reversed(history) if _number(entry.get("train_runtime"))), {})
     rate, batch = _number(total.get("train_samples_per_second")), _number(state.get("train_batch_size"))
     notes = [f"the Trainer's own rate, warm-up and evaluations included: {rate:g} samples/s"] if rate else []

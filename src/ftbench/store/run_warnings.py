@@ -37,7 +37,7 @@ def warnings(
     steady = train[warm:]
     if ended_well and len(steady) < stats.MINIMUM_STEADY:
         sentences.append(
-            f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} for a figure to rely on"
+            f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} steps for reliable figures"
         )
     if abs(change := drift(steady) or 0.0) > DRIFT_TOLERANCE:
         sentences.append(f"the step time changed by {change:+.0%} during the steady window")
@@ -186,7 +186,7 @@ def not_finite_reason(learned: dict[str, Any], sentences: Sequence[str]) -> str:
     """Explain the state `not finite` of a run, and how to fix the problem. `sentences` are the warnings of the run."""
     said = next((text for text in sentences if " is not a number in " in text), "an evaluation's loss is not a number")
     if (learned["first_step"] or 0) <= 1:
-        return f"{said}: see whether the model's weights are numbers (get them again), and train in bf16 or fp32"
+        return f"{said}: check the model's weights for NaN (download them again), and train in bf16 or fp32"
     return f"{said}: lower train.learning_rate, or train in bf16 or fp32"
 
 

@@ -66,7 +66,7 @@ def _check_summary(run: RunDir, name: str, verdict: Verdict) -> None:
         return
     written = documents["summary"]
     if not written:
-        verdict.unchecked.append(f"{name}: lacks a summary to compare with its steps")
+        verdict.unchecked.append(f"{name}: has no summary to compare with its steps")
         return
     if written.get("schema") != SCHEMA or not written.keys() >= FIELDS:
         verdict.unchecked.append(f"{name}: its summary is of another version of ftbench; a report computes a new one")

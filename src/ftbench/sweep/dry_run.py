@@ -94,7 +94,7 @@ def _totals(pending: Sequence[Planned], ready: Ready | None) -> list[str]:
     lasting = [line.seconds for line in pending if line.seconds]
     energies = [line.joules for line in pending if line.joules is not None]
     if not lasting:
-        why = "no formula and no run of these cells" if ready and ready.device else "formulas need a GPU"
+        why = "no formula or run covers these cells" if ready and ready.device else "formulas need a GPU"
         why = why if _estimator() else NO_ESTIMATOR
         return ["\n" + wrapped(f"total: {some(len(pending), 'run')}; time unknown until the first run ends: {why}")]
     slots = len(ready.slots) if ready else 1

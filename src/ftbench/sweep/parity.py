@@ -96,7 +96,7 @@ def _check(spec: Experiment) -> None:
     if not spec.dataset.eval_samples:
         problems.append("no held-out data: set dataset.eval_samples=64 (or more)")
     if spec.train.max_steps is None:
-        problems.append("the length of a training is open: give --steps 200 or set train.max_steps")
+        problems.append("the number of steps is unknown: give --steps 200 or set train.max_steps")
     if spec.launch.framework != "trl" or spec.launch.ranks > 1:
         problems.append("only ftbench's own loop on one GPU can be judged: set launch.framework=trl and launch.gpus=1")
     if problems:

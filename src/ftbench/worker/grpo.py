@@ -133,7 +133,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
             f"dataset: {some(len(data.train), 'prompt')}, and a step needs {needed}: lower train.batch_size"
         )
     if left := len(data.train) % needed:
-        data.warnings.append(f"{some(left, 'prompt')} at the end unused: a step needs {needed}")
+        data.warnings.append(f"skipped {some(left, 'prompt')} at the end: a step needs {needed}")
     known = GRPOConfig.__dataclass_fields__
     options = {name: value for name, value in training_arguments(spec, run, model).items() if name in known}
     loop = GrpoTrainer(

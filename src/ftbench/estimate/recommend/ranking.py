@@ -24,7 +24,7 @@ from ftbench.spec.prices import Amount, Prices, amount
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = get_args(Objective)
 PACKED = 0.1  # with packing, the samples per step may differ from the effective batch by this share
-NO_ROWS = "no number of packed rows holds as many samples as a step has (--effective-batch)"
+NO_ROWS = "packed rows cannot hold this number of samples per step (--effective-batch)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def _prices(request: RecommendRequest, gpus: Sequence[Gpu], prices: Prices | Non
     if not why:
         return []
     if prices is None:
-        return [f"{' and '.join(why)}: needs --prices FILE with the price of an hour"]
+        return [f"{' and '.join(why)}: needs --prices FILE with prices per hour"]
     lacking = [gpu.name for gpu in gpus if prices.of(gpu.name) is None]
     if lacking:
         return [f"{prices.path} has no price for {', '.join(lacking)}: add one, or remove the GPU from --gpu"]

@@ -22,7 +22,7 @@ _COMMENTS = {
     "model": "weights: random needs no download",
     "recipe": "explained by `ftbench list recipes`",
     "method": "full, lora, qlora or unsloth",
-    "dataset": "samples are cut at {max_length} tokens (max_length)",
+    "dataset": "samples are truncated at {max_length} tokens (max_length)",
     "train": "samples per step: batch_size x gradient_accumulation_steps",
     "optimizations": "explained by `ftbench list optimizations`",
 }

@@ -130,7 +130,7 @@ def _other_lengths(answer: Recommendation) -> list[str]:
     for factor, option in answer.lengths:
         at = f"at {'half' if factor < 1 else 'twice'} the mean length ({units.rate(factor * mean)} tokens)"
         if option is None:
-            texts.append(f"{at} nothing fits{where}")
+            texts.append(f"no variant fits {at}{where}")
         elif _identity(option) != _identity(best):
             texts.append(f"{at} the best{where} is {way_words(option.spec)}, batch {_batch(option.spec)}")
     return ["; ".join(texts) if texts else f"the same variant is best{where} at half and at twice the mean length"]

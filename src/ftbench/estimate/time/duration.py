@@ -209,7 +209,7 @@ def _judged(
         return seconds, MEASURED, f"measured (same step, same GPU, {units.some(len(same), 'run')})"
     learned = read_facts("durations.yaml")["gpus"]
     if unlike:
-        return modelled, SHEET, f"{limits.source} only: no run of this mixture of experts and step"
+        return modelled, SHEET, f"{limits.source} only: no run measured this step of a mixture of experts"
     if gpu.name in learned:
         return modelled, FORMULA, f"formulas fitted to ftbench's runs on this GPU, and {limits.source}"
     return modelled, SHEET, f"{limits.source}, and formulas fitted to runs on {', '.join(learned)}"

@@ -104,7 +104,7 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
     if products_fp8 is None and gpu.fp8 is not None:
         products_fp8 = gpu.fp8 * (rate / sheet if sheet else _PRODUCTS)
     if fp8 and products_fp8 is None:
-        raise SpecError(f"{gpu.name} has no fp8 products: set optimizations.fp8 to off")
+        raise SpecError(f"{gpu.name} does not support fp8 matrix products: set optimizations.fp8 to off")
     older = (gpu.compute_capability or (0, 0)) < _PCIE_5
     return Ceilings(
         rate * 1e12,

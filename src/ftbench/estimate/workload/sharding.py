@@ -124,13 +124,13 @@ def problem(model: ModelShape, launch: Launch) -> str | None:
     if strategy == "ep" and not model.has_experts:
         return f"ep needs experts, and {model.family} has none"
     if launch.tp and not launch.pp and not launch.is_mesh:
-        return f"{strategy}: {launch.gpus} GPUs cannot form a mesh of {gpus} by two or more"
+        return f"{strategy}: {launch.gpus} GPUs cannot form two or more groups of {gpus} GPUs"
     keys = [layer.kv_heads for layer in model.layers]
     counts = {**dict.fromkeys(("tp", "tp+fsdp", "pp+tp", "pp+tp+fsdp"), keys),
               "ep": [layer.experts.count for layer in model.layers if layer.experts]}  # fmt: skip
     odd = [count for count in counts.get(strategy, []) if count % gpus]
     word = "experts" if strategy == "ep" else "key heads"
-    return f"{strategy}: {odd[0]} {word} do not divide by {gpus}" if odd else None
+    return f"{strategy}: {odd[0]} {word} are not divisible by {gpus} GPUs" if odd else None
 
 
 @lru_cache(maxsize=64)

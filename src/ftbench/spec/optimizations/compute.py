@@ -81,7 +81,7 @@ def _cuda_graph(spec: Experiment) -> Iterator[str]:
     if train.precision == "fp16":
         yield f"{name}: train.precision fp16 scales gradients on the host: set it to bf16"
     if spec.launch.ranks > 1:
-        yield f"{name} records one GPU: set launch.gpus to 1, or {name} to off"
+        yield f"{name} supports only one GPU: set launch.gpus to 1, or {name} to off"
     if spec.dataset.has_images:
         yield f"{name}: images change the batch shape: set it to off"
 
@@ -94,7 +94,7 @@ def _fused_lora(spec: Experiment) -> Iterator[str]:
     if not method.adapters or method.name == "unsloth":
         return
     if method.dropout:
-        yield f"{name} reads one input for all adapters, and dropout gives each its own: set method.dropout to 0"
+        yield f"{name} needs the same input for all adapters, but dropout varies it: set method.dropout to 0"
     if spec.launch.sharded and strategy != "fsdp":
         yield f"{name} needs complete weight matrices, and {strategy} splits them: set it to off, or use ddp or fsdp"
     if spec.objective.name == "dpo" and spec.objective.in_step:

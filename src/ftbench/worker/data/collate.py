@@ -173,9 +173,9 @@ def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequen
         actual, expected = labels[kept].copy(), np.concatenate([each for _, each in samples])
         actual[starts] = expected[starts] = IGNORE  # the model does not predict the first token
         if not np.array_equal(ids[kept], np.concatenate([each for each, _ in samples])):
-            raise NotAppliedError("a batch of the library's collator has other tokens than its samples")
+            raise NotAppliedError("the collator of the library changed the tokens of a batch")
         if not np.array_equal(actual, expected):
-            raise NotAppliedError("a batch of the library's collator has loss on other tokens than its samples")
+            raise NotAppliedError("the collator of the library changed which tokens contribute to the loss")
         return batch | {COUNT: count_of([each for each, _ in samples], ids.size, int((labels[:, 1:] != IGNORE).sum()))}
 
     return call
@@ -231,5 +231,5 @@ def verify_order(rows: Sequence[Row], spec: Experiment, count: int, order_hash: 
     if order_hash == token_hash(rows, spec, count, slice(share, None, shares)):
         return []
     if spec.launch.ranks == 1:
-        return ["the run was not trained on its data in their order"]
-    return [f"rank {rank} was not trained on share {share + 1} of {shares} of the data, in their order"]
+        return ["the run did not train on its samples in the expected order"]
+    return [f"rank {rank} did not train on share {share + 1} of {shares} of the samples, in the expected order"]

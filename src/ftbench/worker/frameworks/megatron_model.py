@@ -43,8 +43,8 @@ def supported(values: dict[str, Any], name: str) -> Any:
     }
     if others := [each for each, present in unsupported.items() if present]:
         raise SpecError(
-            f"model {name}: launch.framework megatron converts {' and '.join(MEGATRON_FAMILIES)} without biases, and "
-            f"this one has {', '.join(others)}: use trl"
+            f"model {name}: launch.framework megatron supports {' and '.join(MEGATRON_FAMILIES)} without biases, but "
+            f"this model has {', '.join(others)}: use trl"
         )
     tp, pp = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
     for what, count, ranks in (

@@ -168,7 +168,7 @@ def _check_order(run: TrainingRun) -> None:
     run.write_facts(dataset=facts, padding=padding_of(recorder.shapes))
     if not same:
         name = run.spec.launch.framework
-        run.warn(f"not the same work: {name} trained on other rows than it was given, or in another order")
+        run.warn(f"not the same work: {name} did not train on the given rows in the given order")
 
 
 def _expected_rows(run: TrainingRun, count: int, recorder: Recorder) -> tuple[Iterable[int], Iterable[int]]:

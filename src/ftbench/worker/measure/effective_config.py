@@ -127,7 +127,7 @@ def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]
     kinds = applied["parameters"]["by_kind"]
     if spec.measure.control != "off":
         messages.append(
-            f"{DAMAGED}: measure.control={spec.measure.control} damages it on purpose, so reports leave it out"
+            f"{DAMAGED}: measure.control={spec.measure.control} breaks the training on purpose; reports ignore this run"
         )
     if spec.measure.weights_of:
         messages.append(f"{RECORDED}: its steps were interrupted")

@@ -95,7 +95,7 @@ def expert_parameters(model: Any) -> list[str]:
         if "experts" in name and p.ndim == 3 and p.is_floating_point()
     }
     if not names:
-        raise SpecError("method.experts is on and this model lacks fused expert matrices: set it to off")
+        raise SpecError("method.experts is on, but the model has no fused expert weights: set method.experts to off")
     return sorted(names)
 
 
@@ -111,7 +111,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     full = [part for part in ("vision", "projector") if getattr(method, part) == "full"]
     others = [n for n in trained if "lora_" not in n and part_of(n) not in full]
     problems += [
-        f"method.{part} is {getattr(method, part)} and its parameters are frozen"
+        f"method.{part} is {getattr(method, part)}, but the parameters of this part are frozen"
         for part in ("vision", "projector")
         if getattr(method, part) != "frozen" and not any(part_of(name) == part for name in trained)
     ]
@@ -123,7 +123,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
             problems.append(f"method {method.name}: {name} has rank {set(rank.values())}, not {method.rank}")
             break
     if method.experts and not any(".experts." in name for name in adapters):
-        problems.append(f"method {method.name}: method.experts is on and the experts lack adapters")
+        problems.append(f"method {method.name}: method.experts is on, but the experts have no adapters")
     return problems
 
 

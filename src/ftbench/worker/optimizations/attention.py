@@ -38,7 +38,7 @@ def attention(kernel: Any) -> Any:
         head_dim). Samples of equal length are computed as a batch, because torch's batch kernels are faster. Raise
         SpecError for a padded batch, and for features that torch's kernel does not support."""
         if cu_seq_lens_q is None or query.shape[0] != 1:
-            raise SpecError("optimizations.attention varlen was given a padded batch: set packing or padding_free")
+            raise SpecError("optimizations.attention varlen does not support padding: turn on packing or padding_free")
         if kwargs.get("softcap"):
             raise SpecError("optimizations.attention varlen does not support softcapping: use sdpa or eager")
         if kwargs.get("s_aux") is not None:

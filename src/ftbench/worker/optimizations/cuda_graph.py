@@ -104,8 +104,8 @@ class GraphedStep:
         if shapes != recorded:
             name = next(name for name in {**recorded, **shapes} if shapes.get(name) != recorded.get(name))
             raise SpecError(
-                f"optimizations.cuda_graph replays one shape, and {name} of a batch is {shapes.get(name)} where it was "
-                f"{recorded.get(name)}: set it to off"
+                f"optimizations.cuda_graph replays one batch shape, but {name} changed from {recorded.get(name)} to "
+                f"{shapes.get(name)}: set optimizations.cuda_graph to off"
             )
         for name, value in given.items():
             if torch.is_tensor(value):

@@ -264,4 +264,4 @@ def verify(model: Any, spec: Experiment) -> list[str]:
         return []
     left = [name for name, module in adapted(model).items() if not isinstance(module, _Fused)]
     left += [name for name, module in model.named_modules() if type(module) is ParamWrapper]
-    return [f"optimizations.fused_lora is on and {left[0]} multiplies as peft does"] if left else []
+    return [f"optimizations.fused_lora is on, but {left[0]} still uses peft's forward pass"] if left else []

@@ -80,7 +80,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
         doing = float(any(_is_on(module) for module in model.modules()))
     wanted = -(-layers // 2) / layers if setting == "selective" else float(bool(setting))
     if doing != wanted:
-        return [f"optimizations.gradient_checkpointing is {setting} and {percent(doing, 0)} of the layers do it"]
+        return [f"optimizations.gradient_checkpointing is {setting}, but {percent(doing, 0)} of the layers use it"]
     return _verify_offload(model, layers) if setting == "offload" else []
 
 

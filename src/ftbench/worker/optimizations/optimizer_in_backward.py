@@ -82,7 +82,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     unread = {"vision"} & set(map(part_of, stepped))
     left = [name for name in trained if name not in stepped and part_of(name) not in unread]
     if left or steps is None:
-        return [f"optimizations.optimizer_in_backward is {setting} and {left[0]} was not stepped in the backward pass"]
+        return [f"optimizations.optimizer_in_backward is {setting} and {left[0]} was not updated in the backward pass"]
     if steps.states is not None and not steps.states.bytes:
         return ["optimizations.optimizer_in_backward is offload and no optimizer state is in host memory"]
     return []

@@ -16,7 +16,7 @@ def apply(model: Any, spec: Experiment) -> None:
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         raise SpecError(
             f"optimizations.triton_kernels supports layers of {', '.join(FAMILIES)} with silu, but "
-            f"{type(base_model(model)).__name__} has others: set it to off"
+            f"{type(base_model(model)).__name__} has other layers or another activation: set it to off"
         )
     for layer in decoder_layers(model):
         decoder_layer.replace_forward(layer)

@@ -126,7 +126,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
         return []
     stream = getattr(decoder(model), _STREAM, None)
     if stream is None:
-        return ["optimizations.weight_offload is on and every weight is on the device"]
+        return ["optimizations.weight_offload is on, but all weights are on the GPU"]
     sentences = []
     buffers = [buffer.untyped_storage().data_ptr() for buffer in stream.buffers]
     for index, layer in enumerate(decoder_layers(model)):
@@ -136,10 +136,10 @@ def verify(model: Any, spec: Experiment) -> list[str]:
             and parameter.untyped_storage().data_ptr() != buffers[index % 2]
         ]  # fmt: skip
         if left:
-            sentences.append(f"optimizations.weight_offload is on, but {left[0]} of layer {index} has separate memory")
+            sentences.append(f"optimizations.weight_offload: {left[0]} of layer {index} is not in the shared buffer")
     if min(stream.turns) < 2:
         idle = stream.turns.index(min(stream.turns))
         sentences.append(f"optimizations.weight_offload is on and layer {idle} was loaded {min(stream.turns)} times")
     if stream.head is not None and not stream.head.fetches:
-        sentences.append("optimizations.weight_offload is on and the head was not fetched for the loss")
+        sentences.append("optimizations.weight_offload is on, but the head was not copied to the GPU for the loss")
     return sentences[:1]
