@@ -83,8 +83,8 @@ def attention(
 ) -> tuple[Linear, ...]:
     """Return the linear layers of grouped-query attention.
 
-    `fused` is phi3's single matrix for queries, keys and values. With `copied`, o_proj reads a copy of attention's
-    output. A rotary embedding of only a part of each head makes this output not contiguous."""
+    `fused` is phi3's single matrix for queries, keys and values. If `copied`, o_proj reads a contiguous copy of
+    attention's output, because with a partial rotary embedding this output is not contiguous."""
     out = Linear("o_proj", query, hidden, "attention copy" if copied else "attention", "attention", bias_out)
     if fused:
         return Linear("qkv_proj", hidden, query + 2 * key, "input", "attention", bias), out

@@ -207,10 +207,10 @@ def diverged(summary: dict[str, Any], with_nan: bool) -> str:
 
 
 def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return how much of the CPUs and of the GPU other processes used, and a warning if a share is too large.
+    """Return the load by other processes in the steady window, and a warning if this load is too high.
 
-    `host_cpu_by_others` and `gpu_by_others` are shares of the time after warm-up (None if unknown). `contended` is true
-    if a share is above its limit. If both shares are unknown, the dict is empty.
+    `host_cpu_by_others` is their share of the CPU time, and `gpu_by_others` their share of the GPU time (None if
+    unknown). `contended` is true if a share is above its limit. If both shares are unknown, the dict is empty.
     """
     limits = {"host_cpu_by_others": HOST_SHARE_BESIDE_GPU if on_gpu else HOST_SHARE, "gpu_by_others": GPU_SHARE}
     shares = {name: _over_time(steady, name) for name in limits}

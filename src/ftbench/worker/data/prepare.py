@@ -38,7 +38,7 @@ class Prepared:
         return max(_total([row]) for row in (*self.train, *self.evaluation))
 
     def most_parts(self, batch_size: int, max_length: int) -> int | None:
-        """Return the largest number of samples in a batch, including padding-only ones. None if every row has one."""
+        """Return the largest number of samples (also padding-only) in a batch, or None if each row has one sample."""
         if all(len(row) == 1 for row in (*self.train, *self.evaluation)):
             return None
         return max(

@@ -38,7 +38,7 @@ def of_trainer(trainer: Any, labels: int, divisor: Any) -> dict[str, Any]:
 
 
 def patched_by(model: Any) -> set[str]:
-    """Return the packages that replace functions of transformers or peft in the live model or its source files."""
+    """Return the packages that patched the model: they replaced its methods, or functions in its source files."""
     files = {name for m in model.modules() if (name := type(m).__module__).startswith("transformers.models.")}
     called = (value for name in files for value in vars(sys.modules[name]).values() if inspect.isfunction(value))
     functions = (*called, *(method for module in model.modules() for method in _methods(module)))

@@ -99,8 +99,8 @@ def _placement(spec: Experiment, config: Any) -> dict[str, Any]:
 
 
 def _pretrained(kind: Any, source: str, config: Any, layers: list[int], arguments: dict[str, Any]) -> Any:
-    """Load the model from files, without reading the layers of other ranks. from_pretrained gets a subclass that
-    removes these layers when it creates the model. After loading, the layers are added again."""
+    """Load the model from files, without reading the layers of other ranks. The constructor of a subclass removes
+    these layers before from_pretrained loads the weights. After loading, they are added again, without values."""
     plain = kind._model_mapping[type(config)]
     away: dict[str, Any] = {}
 
