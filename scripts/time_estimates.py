@@ -243,9 +243,9 @@ def as_text(rows: Sequence[LeftOut]) -> str:
     mean, worst = errors_of(rows)
     steps, inside = len({same_step(row.run) for row in rows}), sum(row.is_inside for row in rows)
     return "\n".join([*lines, "", (
-        f"The table has {units.some(len(rows), 'run')} of {units.some(steps, 'different step')}. Each run was "
-        f"estimated without runs of the same step. The mean error is {percent(mean)}, and the largest error is "
-        f"{percent(worst)}. {inside} of {len(rows)} runs are inside the range of their estimate."
+        f"The table has {units.some(len(rows), 'run')} and {units.some(steps, 'different step')} (combinations of "
+        f"settings and GPU). Each estimate excludes runs of the same step. The mean error is {percent(mean)}, and the "
+        f"largest error is {percent(worst)}. {inside} of {len(rows)} runs are inside the range of their estimate."
     )]) + "\n"  # fmt: skip
 
 

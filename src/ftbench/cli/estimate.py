@@ -107,7 +107,7 @@ def recommend(
     goal: Annotated[str, of(LIMITS, "rank by speed, cost, energy or memory")] = "speed",
     method: Annotated[str | None, of(LIMITS, "methods to compare, such as lora,full")] = None,
     effective_batch: Annotated[
-        str | None, of(LIMITS, "samples per step, reached by accumulation: N or any (default: the spec's)")
+        str | None, of(LIMITS, "samples per step (by accumulation), or any to allow all numbers (default: the spec's)")
     ] = None,
     gpus: Annotated[
         int | None, of(CLUSTER, "largest number of GPUs (default: the spec's)", parser=gpu_count, metavar="N")

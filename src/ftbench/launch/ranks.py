@@ -165,7 +165,7 @@ def _verdict(ended: Ended, states: Mapping[int, dict[str, Any]]) -> tuple[int, i
 
 
 def _behind(states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return {"rank", "behind": phase and step} of the rank with the least progress, or {} if several are last."""
+    """Return the rank with the least progress: {"rank": 1, "behind": "backward of step 3"}. Return {} for a tie."""
     points = {rank: _point(state) for rank, state in states.items()}
     if len(points) < 2 or list(points.values()).count(lowest := min(points.values())) > 1:
         return {}
@@ -175,7 +175,7 @@ def _behind(states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _point(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (step, index of the phase) of a rank. In the phase `data`, the state still has the previous step."""
+    """Return the progress of a rank: (step, phase index). In the phase `data`, the step of the state is 1 too low."""
     phase = state.get("phase")
     return (state.get("step") or 0) + (phase == "data"), POSITIONS.index(phase) if phase in POSITIONS else -1
 

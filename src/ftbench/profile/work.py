@@ -157,7 +157,7 @@ class DeviceWork:
     """A kernel on the GPU. If there is no GPU, it is a time interval in which a CPU operator ran its own code.
 
     `operator` is the innermost operator that launched the kernel, or empty. `call` is 1 for a kernel and for the first
-    interval of an operator call, and 0 for later intervals. `begin` and `end` are in ms.
+    interval of an operator call, otherwise 0: the sum is the number of calls. `begin` and `end` are in ms.
     """
 
     name: str

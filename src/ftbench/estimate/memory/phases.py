@@ -231,10 +231,10 @@ def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts)
 
 
 def _of_images(case: MemoryCase) -> tuple[float, float, float, float]:
-    """Return the bytes of four kinds of image tensors.
+    """Return the bytes of four groups of image tensors.
 
-    These are: tensors that stay until the forward pass ends; tensors that image encoder and projector save; temporary
-    tensors of the encoder's forward pass; tensors that a checkpointed encoder layer recomputes."""
+    1: tensors that exist until the forward pass ends. 2: tensors that are saved for the backward pass. 3: temporary
+    tensors of the encoder's forward pass. 4: tensors that a checkpointed layer recomputes in the backward pass."""
     vision, batch, plan = case.model.vision, case.batch, case.plan
     if vision is None or not batch.images.patches:
         return 0.0, 0.0, 0.0, 0.0

@@ -174,7 +174,7 @@ def expert_adapter(layer: Layer) -> int:
 
 
 def _used(layer: Layer) -> list[tuple[int, int]]:
-    """Return (inputs, outputs) of each matrix that a token uses. The active experts count as one wide MLP."""
+    """Return (input size, output size) of each matrix that a token uses. Active experts count as one wide MLP."""
     inner = layer.experts.inner * layer.experts.active if layer.experts else 0
     gated = [(layer.hidden, inner), (layer.hidden, inner), (inner, layer.hidden)] if inner else []
     return [(linear.inputs, linear.outputs) for linear in layer.linears] + gated
@@ -189,7 +189,7 @@ def _adapted(layer: Layer, names: frozenset[str]) -> list[tuple[int, int]]:
 
 
 def _summed(model: ModelShape, matrices: Callable[[Layer], list[tuple[int, int]]]) -> Linears:
-    """Return totals over all layers. `matrices` returns (inputs, outputs) of the matrices of one layer."""
+    """Return totals over all layers. `matrices` returns (input size, output size) of each matrix of one layer."""
     counted = [(count, matrices(layer)) for layer, count in model.kinds]
     inputs, outputs = (sum(count * sum(pair[side] for pair in pairs) for count, pairs in counted) for side in (0, 1))
     return Linears(sum(count * len(pairs) for count, pairs in counted), inputs, outputs)

@@ -57,6 +57,6 @@ def prepare(made: Any) -> None:
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Apply the corrections of `fsdp.correct_plugin`, and split the optimizer's parameter groups by device mesh."""
+    """Correct accelerate's FSDP, split the optimizer's groups by device mesh, and gather weights before saving."""
     correct_plugin(trainer, spec)
     ep.attach(trainer, spec)
