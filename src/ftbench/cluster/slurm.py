@@ -208,7 +208,7 @@ class SlurmSlot:
 
 
 def _without_result(run: RunDir, folder: Path, number: str) -> FinishedRun:
-    """Record and return the result of a job that ended before it moved its run directory to the final path."""
+    """Record and return the result of a job that ended without a state file in its run directory."""
     _eventually(lambda: run.state.exists() or (folder / OUTCOME).exists())
     outcome = rundir.read_json(folder / OUTCOME)
     if "error" in outcome and not run.state.exists():
