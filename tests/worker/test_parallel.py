@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from peft import LoraConfig, get_peft_model
@@ -54,15 +53,12 @@ def test_unsupported_model_is_an_error_with_a_fix(strategy, shape, sentence):
         loading(strategy, 4 if strategy == "tp+fsdp" else 3, **shape)
 
 
-def test_ddp_neither_copies_gradients_back_nor_waits_for_its_statistics(one_rank, monkeypatch):
-    monkeypatch.setattr(dist.Logger, "set_runtime_stats_and_log", dist.Logger.set_runtime_stats_and_log)
+def test_ddp_does_not_copy_gradients_back(one_rank):
     handler = DistributedDataParallelKwargs()
     parallel.load("ddp").attach(SimpleNamespace(accelerator=SimpleNamespace(ddp_handler=handler)), None)
     model = DistributedDataParallel(torch.nn.Linear(4, 4), **handler.to_kwargs())
-    for _ in range(3):
-        model(torch.ones(2, 4)).sum().backward()
-    logged = model._get_ddp_logging_data()
-    assert (logged["gradient_as_bucket_view"], logged["iteration"]) == (1, 0)  # statistics would set the iteration
+    model(torch.ones(2, 4)).sum().backward()
+    assert model._get_ddp_logging_data()["gradient_as_bucket_view"] == 1
 
 
 def test_cp_accepts_full_attention():

@@ -21,10 +21,8 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Make gradients views of DDP's buckets. Then DDP does not copy gradients back. Turn off DDP's timing statistics,
-    because they make the CPU wait for the GPU in the first ten steps (Logger::set_runtime_stats_and_log)."""
+    """Make gradients views of DDP's buckets, so that DDP does not copy gradients back."""
     trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
-    dist.Logger.set_runtime_stats_and_log = lambda logger: None
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
