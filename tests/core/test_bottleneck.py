@@ -52,8 +52,8 @@ def test_data_wait_counts_if_the_busy_share_is_unknown():
 @pytest.mark.parametrize(
     ("columns", "on_gpu", "products", "why"),
     [
-        ({}, True, 0.5, "does not say how busy"),
-        ({}, False, None, "no GPU"),
+        ({}, True, 0.5, "did not report the GPU utilization"),
+        ({}, False, None, "did not use a GPU"),
         ({"gpu_busy": 0.99}, True, None, "ftbench probe"),
     ],
 )
