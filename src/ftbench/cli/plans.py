@@ -144,7 +144,7 @@ def ablate(
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Measure the gain of each optimization: train the plain recipe without and with each of them."""
+    """Measure the gain of each optimization: train the plain recipe, then the plain recipe with one optimization."""
     from ftbench.sweep import ablate as command
 
     request = command.AblationRequest(

@@ -18,8 +18,8 @@ _DIVISION = ("launch.", "train.batch_size", "train.gradient_accumulation_steps",
             "dataset.samples", "measure.")  # fmt: skip
 _WORDS = (
     "tokens/s is the sum over all GPUs. 100 % scaling is the speed of one GPU with this recipe, times the number of "
-    "GPUs. With weak scaling, each GPU trains the batch of the single GPU. With strong scaling, all GPUs share the "
-    "batch of the single GPU. Skew is the share of a step that an average GPU waits for the GPU with the most tokens."
+    "GPUs. With weak scaling, each GPU trains as large a batch as the single GPU. With strong scaling, all GPUs share "
+    "that batch. Skew is the share of a step that an average GPU waits for the GPU with the most tokens."
 )
 
 
