@@ -27,6 +27,7 @@ from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.model.random_weights import materialise
 from ftbench.worker.optimizations import compile as compiled
 from ftbench.worker.optimizations import fused_lora
+from ftbench.worker.optimizations.chunked_loss import chunked_loss
 from waiting import free_ports
 from warm import returned
 
@@ -78,6 +79,18 @@ def one_rank():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield torch.distributed.init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
+
+
+def test_chunked_loss_shards_the_gradient_of_a_sharded_head(one_rank):
+    """Tensor parallelism with `method: full` trains a sharded head."""
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(1, 6, 4), torch.tensor([[0, 3, 1, 4, 2, 0]])
+    head, sharded = torch.nn.Linear(4, 5, bias=False), torch.nn.Linear(4, 5, bias=False)
+    sharded.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), one_rank, [Shard(0)]))
+    for each in (head, sharded):
+        chunked_loss(hidden, labels, torch.arange(1, 6), each, size=2).backward()
+    assert isinstance(sharded.weight.grad, DTensor)
+    torch.testing.assert_close(sharded.weight.grad.full_tensor(), head.weight.grad)
 
 
 @pytest.mark.parametrize(("kind", "way"), [(torch.optim.SGD, "foreach"), (torch.optim.AdamW, "fused")])

@@ -65,16 +65,19 @@ def chunked_loss(
     predicts the label at p. `size` is the number of labels per chunk. `softmax` is `probabilities` or its compiled
     version."""
     given = (labels, positions, softmax or probabilities, size, torch.is_grad_enabled())
-    return _Loss.apply(hidden, head.weight, head.bias, *given)
+    return _Loss.apply(hidden, _whole(head.weight), _whole(head.bias), *given)
 
 
 def _whole(parameter: Any) -> Any:
-    """Return a parameter of the head as a plain tensor on the device. With `weight_offload`, copy it from the host.
-    FSDP2 gathers weights when the forward pass of their module is called. The loss does not call the head's forward
-    pass. So gather a frozen head here. FSDP2 gathers a trained head together with the last norm."""
-    if (fetch := getattr(parameter, "fetch", None)) is not None:
-        return fetch()
+    """Return a parameter of the head as a plain tensor. autograd shards its gradient like the parameter. FSDP2 gathers
+    weights when the forward pass of their module is called. The loss does not call the head's forward pass. So gather a
+    frozen head here. FSDP2 gathers a trained head together with the last norm."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _on_device(parameter: Any) -> Any:
+    """Return a parameter of the head on the device. With `weight_offload`, copy the parameter from the host."""
+    return parameter.fetch() if hasattr(parameter, "fetch") else parameter
 
 
 def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +96,7 @@ class _Loss(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, labels: torch.Tensor, positions: torch.Tensor,
         softmax: Any, size: int, learning: bool,
     ) -> torch.Tensor:  # fmt: skip
-        given = hidden, weight, bias = hidden, _whole(weight), _whole(bias)
+        given = hidden, weight, bias = hidden, _on_device(weight), _on_device(bias)
         wanted = [learning and is_wanted for is_wanted in ctx.needs_input_grad[:3]]
         gradients = [torch.zeros_like(part) if is_on else None for part, is_on in zip(given, wanted, strict=True)]
         total = hidden.new_zeros((), dtype=torch.float32)
