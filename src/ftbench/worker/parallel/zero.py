@@ -69,7 +69,7 @@ def attach(trainer: Any, spec: Experiment) -> None:
 def _limit_gathered(layers: Iterable[Any]) -> None:
     """Make the CPU wait if it is more than AHEAD layers ahead of the GPU, as in FSDP1 (limit_all_gathers). DeepSpeed
     gathers weights in a separate stream, which does not wait for the computation. The memory of a released layer is
-    free only after the GPU has computed the layer. Without a limit, about 12 layers of Qwen3-32B were gathered."""
+    free only after the GPU has computed the layer. Without a limit, a run reserved 11.8 GiB more than its tensors."""
     events = deque[Any]()
 
     def wait(*_: Any) -> None:
