@@ -151,6 +151,7 @@ def test_shown_specs_load(text, tmp_path):
     "script",
     [
         "reference",
+        "two-machines",
         "studies/two-gpus",
         "studies/frameworks",
         "studies/founding-text",
@@ -186,8 +187,9 @@ def test_guide_states_the_tokens_per_step_that_fp8_needs():
         assert (best.spec.optimizations.fp8 != "off") is eight
 
 
-def test_readme_picture_is_small():
+def test_pictures_are_small():
     assert (ROOT / "docs" / "report.png").stat().st_size <= 300_000
+    assert (ROOT / "docs" / "two-machines.png").stat().st_size <= 200_000
 
 
 def test_glossary_has_each_report_heading():
