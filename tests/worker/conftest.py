@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="training libraries are not installed")
 import torch
 
 from ftbench.spec.experiment import Experiment, resolve
-from ftbench.store import rundir
+from ftbench.store import machine, rundir
 from ftbench.store.rundir import RunDir
 from ftbench.worker.outcome import Phases
 from ftbench.worker.train import train
@@ -41,6 +41,7 @@ def train_in(folder: Path, **changes: Any) -> RunDir:
     spec = spec_of(**changes)
     directory = rundir.create(folder, "tests", spec.method.name)
     rundir.write_json(directory.spec_json, spec.model_dump(mode="json"))
+    rundir.write_json(directory.machine, {"gpus": machine.gpus()})
     rundir.write_json(directory.state, rundir.running() | {"state": "ok"})
     phases = Phases(directory, "import")
     train(TrainingRun(spec, directory, phases))
