@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares the memory estimate with committed runs: scripts/memory_estimates.py [--fit]
+"""Compare the memory estimate with committed runs: scripts/memory_estimates.py [--fit]
 
 It writes docs/evidence/memory-estimates.md. --fit first fits the shipped constants (facts/estimator.yaml) to the runs
 that are not held out.
@@ -7,6 +7,7 @@ that are not held out.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -312,9 +313,12 @@ def error_lines(name: str, found: Sequence[RunErrors]) -> list[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fit", action="store_true")
+    asked = parser.parse_args()
     runs = once(read([RUNS]))
     fitted, held = ([run for run in runs if held_out(run) == held] for held in (False, True))
-    if "--fit" in sys.argv:
+    if asked.fit:
         write_constants(fit(fitted))
     known = constants()
     own, rest = rows(fitted, known), rows(held, known)

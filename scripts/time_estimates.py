@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares the time estimate with committed runs: scripts/time_estimates.py [STORE ...] [--write]
+"""Compare the time estimate with committed runs: scripts/time_estimates.py [STORE ...] [--write]
 
 Each run is estimated with coefficients that were fitted without the runs of its step. --write keeps the coefficients of
 all runs in facts/durations.yaml and writes docs/evidence/time-estimates.md.
@@ -7,6 +7,7 @@ all runs in facts/durations.yaml and writes docs/evidence/time-estimates.md.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections import Counter
@@ -263,8 +264,11 @@ def facts(rows: Sequence[LeftOut], models: Sequence[LeftOut], terms: Mapping[str
 
 
 def main() -> None:
-    stores = [Path(name) for name in sys.argv[1:] if name != "--write"] or [ROOT / "results/h200"]
-    history = RunHistory(None, timed_runs(stores))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stores", type=Path, nargs="*", default=[ROOT / "results/h200"])
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    history = RunHistory(None, timed_runs(asked.stores))
     rows, unseen, models = (left_out(history, group, fit) for group in (same_step, same_settings, same_model))
     terms = fitted(history)
     (mean, worst), ranges = errors_of(unseen), spreads(models)
@@ -279,7 +283,7 @@ def main() -> None:
         f"Several GPUs\n\n{as_text(several)}"
     )
     print(text, end="")
-    if "--write" in sys.argv:
+    if asked.write:
         FACTS.write_text(facts(rows, models, terms), "utf-8")
         PAGE.write_text(HEAD + text, "utf-8")
 
