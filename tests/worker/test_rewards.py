@@ -184,6 +184,7 @@ def test_path_is_relative_to_the_spec(tmp_path):
     [
         ("", "nowhere.py:judge", "nowhere.py: no such file"),
         ("", "judge.py", "'judge.py' must be path/to/file.py:function"),
+        ("def judge(**columns): pass", "judge.py:jugde", "does not define jugde; did you mean judge?"),
         ("", "[]", "must be path/to/file.py:function"),
         ("def judge(**columns):\n    return 1 / 0", "judge.py:judge", "judge.py:judge: ZeroDivisionError"),
     ],

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Literal, Protocol, cast
 
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch.ranks import too_many
+from ftbench.spec.base import nearest
 from ftbench.spec.datasets import check_file
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import FRAMEWORKS
@@ -106,8 +108,13 @@ def _file_problems(spec: Experiment) -> list[str]:
         file = Path(spec.model.path)
         if not (file / "config.json" if file.is_dir() else file).is_file():
             wrong.append(f"model.path: {spec.model.path}: no such config.json")
-    rewards = [reward_parts(each)[0] for each in getattr(spec.objective, "reward", None) or ()]
-    return wrong + [f"objective.reward: {file}: no such file" for file in rewards if not file.is_file()]
+    for file, function in map(reward_parts, getattr(spec.objective, "reward", None) or ()):
+        text = file.read_text("utf-8", "replace") if file.is_file() else None
+        if text is None:
+            wrong.append(f"objective.reward: {file}: no such file")
+        elif function not in (names := re.findall(r"\w+", text)) and "import *" not in text:
+            wrong.append(f"objective.reward: {file} does not define {function}{nearest(function, names)}")
+    return wrong
 
 
 def check_disk(out: Path) -> None:
