@@ -142,6 +142,7 @@ METHODS = {
     "small-chunks": ("optimizations.chunked_loss=256",),
     "recipe-fastest": ("recipe=fastest",),
     "recipe-fastest-fp8": ("recipe=fastest-fp8",),
+    "fp8-launched": ("recipe=fastest-fp8", "optimizations.cuda_graph=off"),
     "recipe-small": ("recipe=small",),
     "padding-free": ("optimizations.padding_free=on",),
     "varlen": ("optimizations.padding_free=on", "optimizations.attention=varlen"),

@@ -38,7 +38,7 @@ def test_an_optimization_learns_what_plain_lora_learns(run, name):
 
 
 PAIRS = {
-    "recipe-fastest-small": "recipe-fastest",  # replayed and not
+    "recipe-fastest-small": "recipe-fastest", "recipe-fastest-fp8": "fp8-launched",  # replayed and not
     "kernels-fastest": "recipe-fastest", "kernels-qlora": "qlora",
     "experts-fused": "experts", "gpt-oss-varlen": "gpt-oss-attention", "gpt-oss-flex": "gpt-oss-attention",
 }  # fmt: skip

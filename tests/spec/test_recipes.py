@@ -88,7 +88,8 @@ def test_auto_kernels_are_on_only_if_measured(write, model, capability, sets, wh
 def test_explicit_kernels_stay_on(write):
     spec = load(write(MODEL), ["recipe=fastest-fp8", "optimizations.triton_kernels=on"])
     assert compute.kernels_left_out(spec, AMPERE) is None
-    assert resolve(spec, BLACKWELL).optimizations == spec.optimizations
+    resolved = resolve(spec, BLACKWELL).optimizations
+    assert (resolved.triton_kernels, resolved.fp8) == (True, "tensorwise-delayed")
 
 
 def test_recipe_is_merged_between_base_and_file(write):

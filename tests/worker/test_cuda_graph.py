@@ -3,16 +3,21 @@ function again and copies its outputs to the tensors of the first call; tests/gp
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from conftest import spec_of
 from ftbench.errors import NotAppliedError, SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
+from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities, resolve
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.optimizations import chunked_loss, cuda_graph
+from warm import returned
 
 ON = {"packing": True, "fixed_shape": True, "chunked_loss": True, "cuda_graph": True}
 SGD = {"optimizer": "sgd", "learning_rate": 0.5, "batch_size": 2}
@@ -90,6 +95,34 @@ def test_trainer_pass_runs_only_until_recorded(recording, monkeypatch):
     assert step.replays == 4
 
 
+def train_on_rank(rank, store, graphed):
+    """Train three steps with ddp, and return the weights after each step."""
+    cuda_graph.CudaGraph = Recording
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer, step, weights = torch.optim.SGD(model.parameters(), 0.1), cuda_graph.GraphedStep(), []
+    for number in range(3):
+        batch = {"x": torch.full((3, 2), 1.0 + rank + number)}
+        step(squares, model, batch, torch.tensor(3)) if graphed else squares(model, batch, 3)
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).tolist())
+    return weights
+
+
+def test_ddp_averages_the_gradients_of_a_replay(tmp_path):
+    with ThreadPoolExecutor() as pool:
+        plain, graphed = (
+            [pool.submit(returned, train_on_rank, rank, Path(tmp_path, str(on)), on) for rank in (0, 1)]
+            for on in (False, True)
+        )
+    expected, *others = [torch.tensor(rank.result()) for rank in (*plain, *graphed)]
+    for weights in others:
+        torch.testing.assert_close(weights, expected)
+    assert not torch.equal(expected[0], expected[-1])
+
+
 def test_batch_of_another_shape_is_an_error(recording):
     step, model = cuda_graph.GraphedStep(), torch.nn.Linear(2, 1)
     step(squares, model, {"x": torch.ones(3, 2), "max_length_q": 3}, torch.tensor(3))
@@ -141,12 +174,32 @@ def changed(optimizations=None, **sections) -> Experiment:
         ({"optimizations": {"activation_offload": True}}, "needs the host in each step"),
         ({"train": {"gradient_accumulation_steps": 2}}, "set train.gradient_accumulation_steps to 1"),
         ({"train": {"precision": "fp16"}}, "set it to bf16"),
-        ({"launch": {"gpus": 2, "strategy": "ddp"}}, "set launch.gpus to 1"),
+        ({"launch": {"gpus": 2, "strategy": "fsdp"}}, "set launch.strategy to ddp"),
     ],
 )
 def test_settings_incompatible_with_a_graph_are_errors(changes, said):
     assert incompatibilities(changed()) == []
     assert any(said in sentence for sentence in incompatibilities(changed(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"launch": {"gpus": 2, "strategy": "ddp"}}, None),
+        ({"launch": {"gpus": 2, "strategy": "fsdp"}}, "supports only ddp"),
+        ({"train": {"gradient_accumulation_steps": 2}}, "overwrites gradients"),
+        ({"optimizations": {"gradient_checkpointing": True}}, "gradient_checkpointing is on"),
+        ({"model": {"id": "tiny/qwen3-moe"}}, "was not tested with the layers of qwen3_moe"),
+        ({"measure": {"profile": "on"}}, "a profile shows separate launches"),
+    ],
+)
+def test_auto_is_on_if_the_spec_supports_it(changes, reason):
+    changes = changes | {"optimizations": {"cuda_graph": "auto"} | changes.get("optimizations", {})}
+    resolved = resolve(changed(**changes), (9, 0))
+    assert resolved.optimizations.cuda_graph is (reason is None)
+    assert (reason or "every step has one shape") in resolved.resolved["optimizations.cuda_graph"]["reason"]
+    assert resolve(changed(**changes), (8, 9)).optimizations.cuda_graph is False
 
 
 def test_cuda_graph_needs_a_gpu():

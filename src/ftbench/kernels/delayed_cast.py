@@ -80,7 +80,6 @@ class Maxima:
 
     def __init__(self, layers: int, device: Any) -> None:
         self.values = torch.zeros(layers, 2, 2, device=device)
-        self.trained = False
 
     def next_pass(self, model: torch.nn.Module, *_: Any) -> None:
         """Start a forward pass. If the last pass was a training pass, copy `values[..., 1]` to `values[..., 0]`. Then
@@ -88,7 +87,10 @@ class Maxima:
         # `.data` hides this write from autograd, which may still need the maxima for the backward pass of an earlier
         # forward pass. Example: the reference model runs between the two passes of the policy.
         known, seen = self.values.data.unbind(-1)
-        if self.trained:
-            known.copy_(torch.where((seen > 0) & seen.isfinite(), seen, known))
+        known.copy_(torch.where((seen > 0) & seen.isfinite(), seen, known))
         seen.zero_()
-        self.trained = model.training
+
+    def end_pass(self, model: torch.nn.Module, *_: Any) -> None:
+        """Discard the maxima of an evaluation."""
+        if not model.training:
+            self.values.data[..., 1].zero_()

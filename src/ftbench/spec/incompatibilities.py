@@ -115,6 +115,9 @@ def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, 
     for name, value in compute.kernels_decided(spec, capability).items():
         if value != getattr(spec.optimizations, name):
             made[f"optimizations.{name}"] = value, why
+    if spec.optimizations.cuda_graph == "auto":
+        why = compute.graph_left_out(spec, capability) or "every step has one shape"
+        made["optimizations.cuda_graph"] = compute.graph_left_out(spec, capability) is None, why
     return made
 
 

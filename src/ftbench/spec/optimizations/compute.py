@@ -80,8 +80,8 @@ def _cuda_graph(spec: Experiment) -> Iterator[str]:
         yield f"{name} overwrites gradients in each pass: set train.gradient_accumulation_steps to 1"
     if train.precision == "fp16":
         yield f"{name}: train.precision fp16 scales gradients on the host: set it to bf16"
-    if spec.launch.ranks > 1:
-        yield f"{name} supports only one GPU: set launch.gpus to 1, or {name} to off"
+    if spec.launch.ranks > 1 and spec.launch.strategy != "ddp":
+        yield f"{name} supports only ddp on several GPUs: set launch.strategy to ddp, or {name} to off"
     if spec.dataset.has_images:
         yield f"{name}: images change the batch shape: set it to off"
 
@@ -107,7 +107,8 @@ def _fused_lora(spec: Experiment) -> Iterator[str]:
 
 
 KERNEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # families whose layers the kernels implement
-MEASURED = (9, 0)  # the kernels were measured to be faster on GPUs of this compute capability
+GRAPHED_FAMILIES = KERNEL_FAMILIES[:-1]  # `cuda_graph: auto` is off for models with experts
+MEASURED = (9, 0)  # kernels and graphs were measured to be faster on GPUs of this compute capability
 
 
 def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
@@ -126,9 +127,25 @@ def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
     return "; ".join(why) or None
 
 
+def graph_left_out(spec: Experiment, capability: Capability) -> str | None:
+    """Return why `cuda_graph: auto` becomes off. Return None if auto becomes on. A profile needs separate launches."""
+    why = [reason.partition(": ")[0] for reason in _cuda_graph(spec)]
+    names = ("gradient_checkpointing", "activation_offload", "optimizer_in_backward")
+    why += [f"optimizations.{name} is on" for name in names if getattr(spec.optimizations, name)]
+    if capability != MEASURED:
+        why.append(f"it was measured only on compute capability {'.'.join(map(str, MEASURED))}")
+    if (kind := family(spec.model)) not in GRAPHED_FAMILIES:
+        why.append(f"it was not tested with the layers of {kind or spec.model.id}")
+    if spec.measure.profile == "on":
+        why.append("a profile shows separate launches")
+    return "; ".join(why) or None
+
+
 def kernel_ends(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return two copies of the optimizations: `triton_kernels: auto` becomes on in the first copy, off in the second.
     With the kernels off, fp8 does not use delayed scaling. If the setting is not auto, return one copy."""
+    if values.get("cuda_graph") == "auto":
+        return [end for graph in (True, False) for end in kernel_ends({**values, "cuda_graph": graph})]
     if values.get("triton_kernels") != "auto":
         return [dict(values)]
     fp8 = "tensorwise" if values["fp8"] == DELAYED else values["fp8"]
@@ -211,8 +228,10 @@ OPTIMIZATIONS = {
         ablate_with={True: {"optimizations.compile": True}},
     ),
     "cuda_graph": Optimization(
+        type=Switch | Literal["auto"],
         description="record the forward and backward pass as one CUDA graph and replay it in every step: faster for "
-        "small models and batches, which wait for Python and kernel launches",
+        "small models, small batches and slow hosts, which wait for Python and kernel launches; auto: on if the GPU "
+        "and the other settings support it",
         not_with_unsloth="unsloth's functions synchronize with the device: set it to off",
         excludes={
             "optimizations.gradient_checkpointing": "optimizations.cuda_graph: gradient_checkpointing reads the state "

@@ -3,12 +3,18 @@
 A graph contains kernels and the memory addresses of their tensors. So each batch is copied into the tensors of the
 recorded batch. The trainer removes gradients after a step. So each replay sets `parameter.grad` to the recorded
 gradient again. Python code of the model does not run during a replay. Clipping and the optimizer are not in the graph.
+
+With DDP, the graph contains the model without DDP's wrapper, because DDP sums gradients in Python hooks. One all-reduce
+after each replay averages the gradients. It does not overlap with the backward pass, so it suits small gradients, as
+those of LoRA: 87 MB for rank 8 on Qwen3-8B.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ftbench.errors import NotAppliedError, SpecError
 from ftbench.spec.experiment import Experiment
@@ -58,8 +64,9 @@ class GraphedStep:
         `tokens` is the divisor of the loss. Raise SpecError if the batch does not have the shape of the recorded batch.
         Raise NotAppliedError if the pass cannot be recorded, for example because it waits for the device."""
         given = {**batch, _TOKENS: tokens}
+        several = isinstance(model, DistributedDataParallel)
         if self._graph is None:
-            self._record(train, model, given)
+            self._record(train, model.module if several else model, given)
         else:
             self._fill(given)
         assert self._graph is not None
@@ -67,6 +74,8 @@ class GraphedStep:
         self.replays += 1
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+        if several:
+            _average([gradient for _, gradient in self._gradients])
         return self._loss.clone()
 
     def _record(self, train: Callable[..., Any], model: Any, given: dict[str, Any]) -> None:
@@ -110,6 +119,14 @@ class GraphedStep:
         for name, value in given.items():
             if torch.is_tensor(value):
                 self._batch[name].copy_(value, non_blocking=True)
+
+
+def _average(gradients: list[torch.Tensor]) -> None:
+    """Replace the gradients by their means over all ranks, as DDP does."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size()
+    dist.all_reduce(flat)
+    means = flat.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(gradients, [mean.view_as(own) for mean, own in zip(means, gradients, strict=True)])
 
 
 def _shapes(batch: dict[str, Any]) -> dict[str, Any]:

@@ -106,6 +106,7 @@ def _keep_maxima(model: Any) -> None:
     for layer, own in zip(small, maxima.values, strict=True):
         layer.maxima = own
     base_model(model).register_forward_pre_hook(maxima.next_pass)
+    base_model(model).register_forward_hook(maxima.end_pass)
 
 
 def _wanted_names(model: Any) -> list[str]:
