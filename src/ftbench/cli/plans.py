@@ -36,7 +36,7 @@ EffectiveBatch = Annotated[
     int | None, of(ADVANCED, "with --until-oom: samples per step, kept constant by accumulation", min=1, max=65_536)
 ]
 Gpus = Annotated[str | None, of(CLUSTER, "run one cell at a time on each of these GPUs", "--gpu-ids", metavar="0,1")]
-On = Annotated[str | None, of(CLUSTER, "a cluster: slurm (with slurm.yaml), ray or ray://host:port", metavar="slurm")]
+On = Annotated[str | None, of(CLUSTER, "a cluster: slurm (with slurm.yaml), or slurm:FILE", metavar="slurm")]
 
 
 @command()
