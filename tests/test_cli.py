@@ -392,7 +392,6 @@ def test_missing_base_names_the_file_that_extends_it(ftbench, tmp_path):
         (["--axis", "train.batch_size=1,2:30"], "'2:30' must be a whole number"),
         (["--axis", "method=!!set {lora}"], "write it as key=value,value"),
         (["--batch-size", "1", "--time-budget", ""], "write it as 8h"),
-        (["--batch-size", "1", "--effective-batch", "9"], "--effective-batch needs --until-oom"),
         (["--batch-size", "1", "--gpu-ids", "0", "--on", "slurm"], "use one of them"),
         (["--batch-size", "1", "--gpu-ids", "all"], "name GPUs by number, for example --gpu-ids 0,1"),
         (["--status", "."], "only shows a sweep: remove"),

@@ -271,13 +271,13 @@ def test_finished_larger_batch_keeps_its_result(jobs, options):
 def search(options):
     """Return a function that builds a search over methods of a tiny model."""
 
-    def build(*methods, effective=None, refused=None, asked=None, **sections):
+    def build(*methods, refused=None, asked=None, **sections):
         families = [
             Family(spec(method={"name": method}, **sections), (f"method={method}",), {"method": method},
                    (refused or {}).get(method))
             for method in methods or ("lora",)
         ]  # fmt: skip
-        return Search(families, replace(options, **(asked or {})), effective)
+        return Search(families, replace(options, **(asked or {})))
 
     return build
 
@@ -311,13 +311,10 @@ def test_settings_of_a_trial(search):
     assert each.values == {"method": "lora", "train.batch_size": 1}
 
 
-@pytest.mark.parametrize(
-    ("dataset", "effective"),
-    [({"name": "sample"}, None), ({"name": "sample"}, 12), ({"name": "synthetic", "samples": 3, "length": 64}, None)],
-)
-def test_sets_of_a_trial_reproduce_its_spec(search, tmp_path, dataset, effective):
+@pytest.mark.parametrize("dataset", [{"name": "sample"}, {"name": "synthetic", "samples": 3, "length": 64}])
+def test_sets_of_a_trial_reproduce_its_spec(search, tmp_path, dataset):
     (tmp_path / "exp.yaml").write_text(json.dumps({"model": MODEL, "dataset": dataset}))
-    for each in drain(search(dataset=dataset, effective=effective), no_more_than({"lora": 5})):
+    for each in drain(search(dataset=dataset), no_more_than({"lora": 5})):
         again = resolve(load(tmp_path / "exp.yaml", each.sets), None)
         assert identity.slug(again, GPU["name"]) == each.cell
 
@@ -417,16 +414,6 @@ def test_search_ends_at_the_largest_batch_size(search):
     assert edges(plan) == {"lora": (4096, None, "not reached up to batch 4,096")}
 
 
-def test_effective_batch_uses_its_divisors(search):
-    plan = search(effective=24)
-    started = drain(plan, no_more_than({"lora": 7}))
-    assert all(each.spec.train.batch_size * each.spec.train.gradient_accumulation_steps == 24 for each in started)
-    assert edges(plan) == {"lora": (6, 8, "")}
-    whole = search(effective=24, train={"learning_rate": 0.5})
-    assert names(drain(whole)) == "lora1 lora2 lora4 lora8 lora24"
-    assert edges(whole) == {"lora": (24, None, "not reached up to batch 24")}
-
-
 def test_steps_contain_complete_groups(search):
     grpo = {
         "objective": {"name": "grpo", "num_generations": 4},
@@ -437,8 +424,6 @@ def test_steps_contain_complete_groups(search):
     twice = search(**grpo, train={"batch_size": 2, "gradient_accumulation_steps": 2})
     assert all(each.spec.global_batch % 4 == 0 for each in drain(twice, no_more_than({"lora": 5})))
     assert edges(twice) == {"lora": (4, 6, "")}
-    with pytest.raises(SpecError, match="must be a multiple of the group size 4"):
-        search(**grpo, train={"batch_size": 4}, effective=10)
 
 
 # --- results of trials -----------------------------------------------------------------------------------------------

@@ -222,16 +222,6 @@ def test_search_finds_the_largest_batch(tmp_path, fits):
     assert f"| lora | {fits or 'none'} |" in night.table()
 
 
-def test_effective_batch_is_kept_by_accumulation(tmp_path):
-    spec = write_sweep(tmp_path, {"method": ["lora"]}, launch={"mock": "oom", "mock_fits": 11})
-    night = sweep(spec, tmp_path / "out", "--until-oom", "--effective-batch", "24")
-    assert night.code == 0, night.stderr
-    assert frontier(night) == {"lora": (8, 12)}
-    for run in night.runs():
-        train = rundir.read_json(run.spec_json)["train"]
-        assert train["batch_size"] * train["gradient_accumulation_steps"] == 24
-
-
 # --- --dry-run -------------------------------------------------------------------------------------------------------
 
 
@@ -374,8 +364,6 @@ WRONG = [
     ({}, [], ["--repeats", "0"], 2, "repeats"),
     ({}, [], ["--time-budget", "soon"], 2, "write it as 8h, 90m or 1h30m"),
     ({}, [], ["--time-budget", "0h"], 2, "write it as 8h, 90m or 1h30m"),
-    ({}, [], ["--effective-batch", "8"], 2, "--until-oom"),
-    ({}, [], ["--until-oom", "--effective-batch", "0"], 2, "effective-batch"),
     ({}, [], ["--set", "launch.mock=maybe"], 2, "launch.mock"),
     ({}, [], ["--axis", "train.seed=" + ",".join(map(str, range(400))), "--batch-size",
               ",".join(map(str, range(1, 400)))], 2, "split it"),

@@ -32,9 +32,6 @@ from ftbench.errors import SpecError
 if TYPE_CHECKING:
     from ftbench.sweep.sweep import Ready
 
-EffectiveBatch = Annotated[
-    int | None, of(ADVANCED, "with --until-oom: samples per step, kept constant by accumulation", min=1, max=65_536)
-]
 Gpus = Annotated[str | None, of(CLUSTER, "run one cell at a time on each of these GPUs", "--gpu-ids", metavar="0,1")]
 On = Annotated[str | None, of(CLUSTER, "a cluster: slurm (with slurm.yaml), or slurm:FILE", metavar="slurm")]
 
@@ -58,7 +55,6 @@ def sweep(
     on: On = None,
     retry_failed: RetryFailed = False,
     force: Force = False,
-    effective_batch: EffectiveBatch = None,
     log_every: LogEvery = "60s",
     as_json: Json = False,
     wide: Wide = False,
@@ -72,8 +68,7 @@ def sweep(
     request = command.SweepRequest(
         spec, sets=[*(sets or []), *([f"measure.repeats={repeats}"] if repeats is not None else [])], out=out,
         axes=_axes({"method": method, "train.batch_size": batch_size}, axis or []), time_budget=time_budget,
-        retry_failed=retry_failed, force=force, until_oom=until_oom,
-        effective_batch=effective_batch, gpus=_names(gpus), on=on,
+        retry_failed=retry_failed, force=force, until_oom=until_oom, gpus=_names(gpus), on=on,
     )  # fmt: skip
     ready = command.prepare(request, lambda text: log(f"ftbench: note: {text}"))
     _run_plan(ready, dry_run, log_every, as_json)

@@ -34,7 +34,6 @@ class SweepRequest(PlanRequest):
 
     axes: Sequence[str] = ()
     until_oom: bool = False
-    effective_batch: int | None = None
     gpus: Sequence[str] = ()
     on: str | None = None
 
@@ -71,8 +70,6 @@ def prepare(request: SweepRequest, notify: Callable[[str], None] = lambda text: 
         request: The command line.
         notify: Function that displays notes, for example about duplicate cells.
     """
-    if request.effective_batch and not request.until_oom:
-        raise SpecError("--effective-batch needs --until-oom; otherwise set train.gradient_accumulation_steps")
     if request.gpus and request.on:
         raise SpecError(f"--gpu-ids selects GPUs of this machine and --on {request.on} a cluster: use one of them")
     grid = cells(request.spec, request.sets, request.axes)
@@ -168,7 +165,7 @@ class _Planner:
                 "--until-oom needs a GPU: a CPU swaps instead of running out of memory (`--set launch.mock=oom` tries "
                 "the search without a GPU)"
             )
-        return Search(families.values(), self.options, self.request.effective_batch, self.device)
+        return Search(families.values(), self.options, self.device)
 
 
 def _without_batch(values: dict[str, Any]) -> dict[str, Any]:

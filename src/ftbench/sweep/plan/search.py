@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ftbench.errors import SpecError
 from ftbench.spec import identity
 from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import Experiment
@@ -121,15 +120,10 @@ class Family:
 class Search(Plan):
     """The plan of `--until-oom`: for each cell, search for the largest batch that fits."""
 
-    def __init__(
-        self, families: Iterable[Family], options: Options, effective: int | None, gpu: dict[str, Any] | None = None
-    ) -> None:
-        """Create a search. Raise SpecError if `effective` (samples per step) is not a multiple of a grpo group."""
+    def __init__(self, families: Iterable[Family], options: Options, gpu: dict[str, Any] | None = None) -> None:
         super().__init__(options)
-        self.families, self._effective = list(families), effective
+        self.families = list(families)
         for family in self.families:
-            if effective and effective % (group := family.spec.objective.group):
-                raise SpecError(f"--effective-batch {effective}: must be a multiple of the group size {group}")
             family.seed = _first_trial(family.spec, gpu, options.folder.parent)
             family.stopped = bool(family.refused)
 
@@ -176,12 +170,10 @@ class Search(Plan):
         family.trials[trial.spec.train.batch_size] = trial_of(trial, now)
 
     def candidates(self, family: Family) -> list[int]:
-        """Return the allowed batch sizes. A batch size must not be larger than the dataset, and must divide the
-        effective batch. The number of sequences per step must be a multiple of the group size (grpo)."""
-        spec, batches = family.spec, range(1, (self._effective or LARGEST_BATCH) + 1)
-        allowed = [batch for batch in batches if not self._effective or self._effective % batch == 0]
-        accumulation, group = spec.train.gradient_accumulation_steps, spec.objective.group
-        allowed = [batch for batch in allowed if (self._effective or batch * accumulation) % group == 0]
+        """Return the allowed batch sizes. A batch size must not be larger than the dataset. The number of sequences per
+        step must be a multiple of the group size (grpo)."""
+        accumulation, group = family.spec.train.gradient_accumulation_steps, family.spec.objective.group
+        allowed = [batch for batch in range(1, LARGEST_BATCH + 1) if batch * accumulation % group == 0]
         limit = self._samples(family)
         return [batch for batch in allowed if limit is None or batch <= limit] or allowed[:1]
 
@@ -210,10 +202,9 @@ class Search(Plan):
 
     def _job(self, family: Family, batch: int) -> Job:
         spec = family.spec
-        accumulation = self._effective // batch if self._effective else spec.train.gradient_accumulation_steps
         changes: dict[str, Any] = {
-            "train.batch_size": batch, "train.gradient_accumulation_steps": accumulation, "train.max_steps": STEPS,
-            "dataset.longest_first": True, "measure.eval": "off", "measure.profile": "off",
+            "train.batch_size": batch, "train.gradient_accumulation_steps": spec.train.gradient_accumulation_steps,
+            "train.max_steps": STEPS, "dataset.longest_first": True, "measure.eval": "off", "measure.profile": "off",
         }  # fmt: skip
         if spec.dataset.is_made:
             changes["dataset.samples"] = max(spec.dataset.samples or 0, batch)
