@@ -15,8 +15,7 @@ import warm
 from ftbench.core import rows, units
 from ftbench.core.hardware import canonical_name
 from ftbench.errors import SpecError
-from ftbench.spec import prices
-from ftbench.spec.prices import Owned, load_prices
+from ftbench.spec.prices import Price, hourly_costs, load_prices
 from ftbench.store import rundir, summary
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter
@@ -69,24 +68,16 @@ def document(*arguments: object) -> dict:
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 
 
-def test_joules_per_token_follow_from_joules_per_sample():
-    assert prices.joules_per_1m_tokens(62_500, 8, 2000) == pytest.approx(250_000)  # 62.5 J a sample of 250 tokens
-    assert prices.joules_per_1m_tokens(None, 8, 2000) is None
-    assert prices.joules_per_1m_tokens(62_500, 8, None) is None
-
-
-def test_hourly_price_becomes_price_per_sample_and_token():
-    assert prices.per_1k_samples(3.6, 8) == pytest.approx(0.125)  # 28,800 samples per hour
-    assert prices.per_1m_tokens(3.6, 2000) == pytest.approx(0.5)  # 7.2 M tokens per hour
-    assert prices.per_1k_samples(3.6, None) is None
-    assert prices.per_1m_tokens(3.6, None) is None
-
-
-def test_running_cost_of_an_owned_gpu():
-    assert prices.use_hours(2, 0.5) == pytest.approx(8766)
-    bought = {"price": 1, "currency": "EUR", "lifetime_years": 1, "utilisation": 1, "date": "2026-01-02", "source": "a"}
-    owned = Owned.model_validate(bought | {"electricity_per_kwh": 0.5, "host_idle_watts": 100})
-    assert prices.running(owned, 500) == pytest.approx(0.3)  # 0.6 kWh
+def test_hourly_costs_by_hand():
+    own = {"price": 8766, "currency": "EUR", "lifetime_years": 2, "utilisation": 0.5, "date": "2026-01-02",
+           "source": "a", "electricity_per_kwh": 0.5, "host_idle_watts": 100}  # fmt: skip
+    rent = {"per_hour": 3.6, "currency": "USD", "date": "2026-01-02", "source": "a"}
+    rented, owned = hourly_costs(Price.model_validate({"rent": rent, "owned": own}), 8, 2000, 500, 8)
+    assert rented.per_1k_samples == pytest.approx(0.125)  # 28,800 samples per hour
+    assert rented.per_1m_real_tokens == pytest.approx(0.5)  # 7.2 M tokens per hour
+    assert owned.per_hour == pytest.approx(8766 / 8766 + 0.3)  # 8,766 hours of work; 0.6 kWh per hour
+    unknown = hourly_costs(Price.model_validate({"rent": rent}), None, None, None, 8)[0]
+    assert (unknown.per_1k_samples, unknown.per_1m_real_tokens) == (None, None)
 
 
 @pytest.mark.parametrize(("value", "text"), [

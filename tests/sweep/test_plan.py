@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from ftbench.core.rows import StepRow
-from ftbench.errors import SpecError
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load

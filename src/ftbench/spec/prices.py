@@ -152,11 +152,8 @@ def hourly_costs(
     ways = [("rent", price.rent, rented, ""), ("owned", price.owned, owned if owned is None else owned * gpus, why)]
     return [
         HourlyCost(
-            way, terms.currency, hour,
-            None if hour is None else per_1k_samples(hour, samples),
-            None if hour is None else per_1m_tokens(hour, tokens),
-            None if hour is None else hour * hours,
-            terms.date.isoformat(), terms.source, why,
+            way, terms.currency, hour, _per(hour, samples, 1e3), _per(hour, tokens, 1e6),
+            None if hour is None else hour * hours, terms.date.isoformat(), terms.source, why,
         )
         for way, terms, hour, why in ways if terms is not None
     ]  # fmt: skip
@@ -181,37 +178,16 @@ def amount(price: Price, seconds: float, watts: float) -> Amount | None:
     return next(amounts, None)
 
 
-def running(owned: Owned, watts: float | None) -> float | None:
-    """Return the electricity cost of one GPU per hour: 0 without an electricity price, None if its power is unknown."""
-    if owned.electricity_per_kwh is None:
-        return 0.0
-    return None if watts is None else owned.electricity_per_kwh * (watts + owned.host_idle_watts) / 1000
-
-
 def _owned(owned: Owned, watts: float | None) -> tuple[float | None, str]:
-    spent = running(owned, watts)
-    if spent is None:
-        return None, "the cost of electricity is unknown, because the GPU power was not measured"
-    return owned.price / use_hours(owned.lifetime_years, owned.utilisation) + spent, ""
+    """Return the cost of an owned GPU per hour of training, or None and a reason if its power is unknown."""
+    electricity = 0.0
+    if owned.electricity_per_kwh is not None:
+        if watts is None:
+            return None, "the cost of electricity is unknown, because the GPU power was not measured"
+        electricity = owned.electricity_per_kwh * (watts + owned.host_idle_watts) / 1000
+    return owned.price / (owned.lifetime_years * HOURS_PER_YEAR * owned.utilisation) + electricity, ""
 
 
-def joules_per_1m_tokens(
-    joules_per_1k_samples: float | None, samples_per_s: float | None, tokens_per_s: float | None
-) -> float | None:
-    """Return joules per million tokens: `joules per sample / tokens per sample * 1e6`. None if a value is unknown."""
-    if joules_per_1k_samples is None or not samples_per_s or not tokens_per_s:
-        return None
-    return joules_per_1k_samples / 1e3 * samples_per_s / tokens_per_s * 1e6
-
-
-def use_hours(lifetime_years: float, utilisation: float) -> float:
-    """Return the hours of work in a GPU's lifetime. `utilisation` is hours of work divided by all hours."""
-    return lifetime_years * HOURS_PER_YEAR * utilisation
-
-
-def per_1k_samples(per_hour: float, samples_per_s: float | None) -> float | None:
-    return None if not samples_per_s else per_hour / 3600 / samples_per_s * 1e3
-
-
-def per_1m_tokens(per_hour: float, tokens_per_s: float | None) -> float | None:
-    return None if not tokens_per_s else per_hour / 3600 / tokens_per_s * 1e6
+def _per(per_hour: float | None, rate: float | None, count: float) -> float | None:
+    """Return the cost of `count` samples or tokens at `rate` per second. Return None if a value is unknown."""
+    return None if per_hour is None or not rate else per_hour / 3600 / rate * count

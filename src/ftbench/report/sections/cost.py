@@ -14,13 +14,7 @@ from ftbench.core.stats import grouped_by
 from ftbench.report.data.cells import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
 from ftbench.report.data.collect import Record, figure
 from ftbench.report.document import Section, formatted, names_of, section
-from ftbench.spec.prices import (
-    Owned,
-    Prices,
-    Rent,
-    hourly_costs,
-    joules_per_1m_tokens,
-)
+from ftbench.spec.prices import Owned, Prices, Rent, hourly_costs
 
 WATTS, IDLE = "energy.mean_watts", "energy.idle_watts"
 _AMOUNTS = ("currency", "per_hour", "per_1k_samples", "per_1m_real_tokens", "per_night", "date", "source")
@@ -67,15 +61,14 @@ def _costs(figure: Figure, gpu: str, gpus: int, prices: Prices, hours: float) ->
 
 def energy(cells: Sequence[Cell]) -> Section | None:
     """Return the section with joules per 1,000 samples and per 1M real tokens, or None if no run measured energy."""
-    records = []
-    for cell in cells:
-        joules, samples, tokens = (cell.figure(name) for name in (ENERGY, SAMPLES, TOKENS))
-        if joules is not None:
-            records.append(names_of(cell) | {
-                "joules_per_1k_samples": joules,
-                "joules_per_1m_real_tokens": joules_per_1m_tokens(joules, samples, tokens),
-                "mean_watts": _watts(cell.figure), "idle_watts": cell.figure(IDLE),
-            })  # fmt: skip
+    records = [
+        names_of(cell) | {
+            "joules_per_1k_samples": joules,
+            "joules_per_1m_real_tokens": cell.figure("energy.joules_per_1m_real_tokens"),
+            "mean_watts": _watts(cell.figure), "idle_watts": cell.figure(IDLE),
+        }
+        for cell in cells if (joules := cell.figure(ENERGY)) is not None
+    ]  # fmt: skip
     names = {"J/1k samples": "joules_per_1k_samples", "J/1M tokens": "joules_per_1m_real_tokens",
              "mean W": "mean_watts", "idle W": "idle_watts"}  # fmt: skip
     columns = {heading: formatted(name, units.count) for heading, name in names.items()}
