@@ -129,13 +129,14 @@ def _begun(request):
 
 
 def needed(item: pytest.Item) -> list[tuple[str, ...]]:
-    """The lists of changes that a test with a method's name looks at."""
-    name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+    """The lists of changes that a test looks at, by the names in its parameters `name`, or `there` and `away`."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if "away" in parameters:
+        return [METHODS[parameters[each]] for each in ("there", "away")]
+    name = parameters.get("name")
     if name in LARGE:
         return [LARGE[name]]
-    if name not in METHODS:
-        return []
-    return [(), METHODS[name]]
+    return [(), METHODS[name]] if name in METHODS else []
 
 
 @pytest.fixture(scope="session")

@@ -171,7 +171,7 @@ def cases(*names: str) -> list:
     return [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in FIRST)) for name in names]
 
 
-LONG = ("dataset.samples=24", "dataset.length=2048", "dataset.max_length=2048")
+LONG = ("dataset.samples=12", "dataset.length=2048", "dataset.max_length=2048")
 # The memory of a large model is checked for these.
 LARGE = {
     "small-8b": ("model=Qwen/Qwen3-8B", "recipe=small", *LONG),
