@@ -42,26 +42,25 @@ PAGE, FACTS = ROOT / "docs/evidence/time-estimates.md", ROOT / "src/ftbench/fact
 NOISE = 0.05  # spread of the log of a run's step time around a perfect model
 DOUBT = 0.35  # spread of the log of a coefficient around its prior
 ROUNDS = 12
+LEAST_MODELS = 3
 GPUS = {gpu.name: gpu for gpu in gpus()}
 HEAD = """# How far the time of `ftbench estimate` is off
 
-`scripts/time_estimates.py --write` writes this page from the committed runs in `results/h200`. The page includes runs
-with at least five steady steps. Runs with fewer steps are included if their step times agree within 5 % (coefficient of
-variation). For the estimate of a run, the coefficients are fitted to other runs, without any run of the same step. Runs
-on several GPUs have a separate table and do not change the coefficients. This page excludes runs of other frameworks,
-runs on shared GPUs, and runs of older code. The older code computed the logits of the chunked loss twice, or ran ZeRO-3
-without prefetching. The excluded ZeRO-3 run (`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the
-estimated time. The current code prefetches weights, but ZeRO-3 was not measured again on an H200. Therefore estimates
-of ZeRO have a wider range.
+`scripts/time_estimates.py --write` writes this page from the committed runs in `results/h200` and `results/h100`. The
+page includes runs with at least five steady steps. Runs with fewer steps are included if their step times agree within
+5 % (coefficient of variation). For the estimate of a run, the coefficients are fitted to other runs, without any run of
+the same step. Runs on several GPUs have a separate table and do not change the coefficients. This page excludes runs of
+other frameworks, runs on shared GPUs, and runs of older code. The older code computed the logits of the chunked loss
+twice, or ran ZeRO-3 without prefetching. The excluded ZeRO-3 run (`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took
+1.5 times the estimated time. The current code prefetches weights, but ZeRO-3 was not measured again on an H200.
+Therefore estimates of ZeRO have a wider range.
 
 While the GPU computes, Python code on the CPU (the *host*) starts the next kernels. The slower of GPU and host
 determines the time of a step. The time of the GPU is a sum of terms. Each term is
 `coefficient * FLOPs / rate of large matrix products`, or `coefficient * bytes / memory bandwidth`. In the table,
 "value" is the coefficient after the fit, and "without runs" is the coefficient before the fit. "runs" counts the runs
 in which the term takes at least 5 % of the step. The rates of a GPU come from `ftbench probe`. Without a probe, the
-rates come from publications or from the data sheet. ftbench does not scale estimates with the measured times of similar
-runs. Such scaling would change the mean error from 5.7 to 5.4 % on the H200, and from 16 to 32 % for the four steps of
-`results/h100`.
+rates come from publications or from the data sheet.
 
 """
 FACTS_HEAD = """\
@@ -254,7 +253,12 @@ def facts(rows: Sequence[LeftOut], models: Sequence[LeftOut], terms: Mapping[str
     """Return facts/durations.yaml. The range comes from `models`, the rows without any run of their model."""
     mean, worst = errors_of(rows)
     document = {
-        "gpus": sorted({row.run.gpu for row in rows}),
+        # GPUs with fewer models keep the wider range of GPUs without runs
+        "gpus": sorted(
+            gpu
+            for gpu, runs in grouped_by(rows, lambda row: row.run.gpu).items()
+            if len({row.run.spec.model.id for row in runs}) >= LEAST_MODELS
+        ),
         "error": {"mean": round(mean, 4), "worst": round(worst, 4)},
         "spread": {bound: round(value, 3) for bound, value in spreads(models).items()},
         "coefficients": {name: asdict(term) for name, term in terms.items()},
@@ -265,7 +269,7 @@ def facts(rows: Sequence[LeftOut], models: Sequence[LeftOut], terms: Mapping[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stores", type=Path, nargs="*", default=[ROOT / "results/h200"])
+    parser.add_argument("stores", type=Path, nargs="*", default=[ROOT / "results/h200", ROOT / "results/h100"])
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     history = RunHistory(None, timed_runs(asked.stores))
