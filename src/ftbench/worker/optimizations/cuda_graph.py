@@ -31,7 +31,9 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, function: Callable[[], Any]) -> None:
-        """Call a function WARM_UP times on a separate stream, because the recording also uses a separate stream."""
+        """Call a function WARM_UP times on a separate stream, because the recording also uses a separate stream. First
+        free the unused blocks of the current stream, because other streams cannot use them."""
+        torch.cuda.empty_cache()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
