@@ -65,15 +65,15 @@ def classify_bottleneck(
     if not steady:
         return Bottleneck(why="there is no steady step")
     bottleneck = Bottleneck(
-        data_wait=_over_time(steady, [row.data_time_s for row in steady], of_time=True),
-        gpu_busy=_over_time(steady, [_in_kernels(row) for row in steady]),
+        data_wait=over_time(steady, [row.data_time_s for row in steady], of_time=True),
+        gpu_busy=over_time(steady, [_in_kernels(row) for row in steady]),
         gpu_busy_method=busy_method,
         products=products,
-        tensor_busy=_over_time(steady, [row.tensor_busy for row in steady]),
-        memory_busy=_over_time(steady, [row.memory_busy for row in steady]),
+        tensor_busy=over_time(steady, [row.tensor_busy for row in steady]),
+        memory_busy=over_time(steady, [row.memory_busy for row in steady]),
         power_capped=_under(steady, POWER),
         thermally_limited=_under(steady, THERMAL),
-        sm_clock_mhz=_over_time(steady, [row.sm_clock_mhz for row in steady]),
+        sm_clock_mhz=over_time(steady, [row.sm_clock_mhz for row in steady]),
     )
     bottleneck.verdict, why = _judge(bottleneck, on_gpu)
     bottleneck.why = reworded(why)
@@ -123,7 +123,7 @@ def _in_kernels(row: StepRow) -> float | None:
     return max(0.0, row.gpu_busy - LAUNCH_S * row.allocations / row.step_time_s)
 
 
-def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time: bool = False) -> float | None:
+def over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time: bool = False) -> float | None:
     """Return a share of the time of all steps. By default, `values` has one share per step, and the result is the mean
     weighted by step time. With `of_time`, `values` has seconds per step: return sum(values) / sum(step times)."""
     known = ((row, value) for row, value in zip(steady, values, strict=True) if value is not None)

@@ -21,7 +21,7 @@ from ftbench.launch.checks import MINIMUM_FREE_BYTES, capability
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.store import machine
-from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
+from ftbench.store.run_warnings import is_free
 from ftbench.store.rundir import first_gpu
 
 Verdict = Literal["ok", "warn", "fail", "n/a"]
@@ -207,7 +207,7 @@ def _moved_memory(facts: Facts) -> Answer | None:
 
 def _other_processes(facts: Facts) -> Answer:
     others, used = facts.gpu["foreign_processes"], facts.gpu["memory_used_before_gb"]
-    if others or (used is not None and used > FOREIGN_MEMORY_GB):
+    if not is_free(facts.gpu):
         return "warn", (
             f"{units.some(others or 0, 'process')} of others, {units.gibibytes(used or 0)} GiB in use: stop them "
             "(see nvidia-smi), otherwise measurements are not valid"

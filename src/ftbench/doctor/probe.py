@@ -16,12 +16,12 @@ from ftbench.core.table import folded, text_table
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import process
 from ftbench.store import machine, rundir
+from ftbench.store.run_warnings import is_free
 from ftbench.store.rundir import first_gpu
 
 SCHEMA = 1
 LIMIT_S = 60.0
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8", "int8")
-FOREIGN_MEMORY_GB = 1.0
 # Keys of the document. Missing measurements are None, with the reason in `notes`.
 _FIGURES = ("device", "products", "memory", "capacity", "host_link", "launch_us", "notes")
 
@@ -84,9 +84,9 @@ def file_name(described: dict[str, Any]) -> str:
 
 def _not_free(gpu: dict[str, Any]) -> list[str]:
     """Return a list with one note if other programs used the GPU. Otherwise, return an empty list."""
-    used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes") or 0
-    if not others and used <= FOREIGN_MEMORY_GB:
+    if is_free(gpu):
         return []
+    used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes") or 0
     what = f"{used:.1f} GiB in use, {units.some(others, 'other process')}"
     return [f"the GPU was not free: {what}; stop them and measure again"]
 

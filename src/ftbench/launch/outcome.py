@@ -70,8 +70,8 @@ def _from_exit(run: RunDir, ended: process.Exit) -> dict[str, Any]:
         name = signal.Signals(-ended.code).name
         how = "killed by {} from outside" if -ended.code in rundir.CUT_SHORT else "crashed with {}"
         return {"state": "error", "reason": f"{how.format(name)}; see {run.log.name}", "signal": -ended.code}
-    last = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "no output")
-    return {"state": "error", "reason": f"exit code {ended.code} without a result: {last[:300]}"}
+    last = process.last_line(run.log) or "no output"
+    return {"state": "error", "reason": f"exit code {ended.code} without a result: {last}"}
 
 
 def _log_tail(run: RunDir) -> str:

@@ -25,8 +25,7 @@ MOST_NOTES = 10  # largest number of notes below a table in text formats
 
 
 def render(report: Report, format_name: str) -> str:
-    """Return the report as text. Raise SpecError for an unknown format."""
-    known_format(format_name)
+    """Return the report as text. `known_format` checks the name of the format."""
     return FORMATS[format_name](report)
 
 

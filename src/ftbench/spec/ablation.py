@@ -7,6 +7,7 @@ from typing import Any
 from ftbench.errors import SpecError
 from ftbench.spec.base import nearest
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.incompatibilities import with_changes as with_changes
 from ftbench.spec.optimizations import OPTIMIZATIONS, Optimizations, choices
 from ftbench.spec.reading import as_text
 
@@ -91,21 +92,6 @@ def plain_spec(spec: Experiment) -> Experiment:
     optimizer = "adamw_torch" if spec.train.optimizer in (*OPTIMIZERS, *ROUNDED) else spec.train.optimizer
     train = spec.train.model_copy(update={"optimizer": optimizer})
     return spec.model_copy(update={"optimizations": Optimizations(), "train": train})
-
-
-def with_changes(spec: Experiment, changes: Changes) -> Experiment:
-    """Return the spec with the changes, without validation. Call `incompatibilities` to validate the result."""
-    parts = {name: getattr(spec, name).model_copy(update=values) for name, values in by_section(changes).items()}
-    return spec.model_copy(update=parts)
-
-
-def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
-    """Return the changes grouped by section of the spec: {section: {key: value}}."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return sections
 
 
 def settings(changes: Iterable[tuple[str, Any]]) -> tuple[str, ...]:

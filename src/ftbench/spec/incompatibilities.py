@@ -4,6 +4,7 @@ Each error message explains how to fix the problem. The modules of methods, obje
 declare further rules.
 """
 
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -83,14 +84,19 @@ def resolve(spec: Experiment, capability: Capability) -> Experiment:
     changes = decisions(spec, capability)
     if not changes:
         return spec
-    sections: dict[str, Part] = {}
-    for key, (value, _) in changes.items():
-        section, name = key.split(".")
-        sections[section] = sections.get(section, getattr(spec, section)).model_copy(update={name: value})
-    decided = spec.model_copy(update=sections)
+    decided = with_changes(spec, {key: value for key, (value, _) in changes.items()})
     made = {key: {"value": value, "reason": reason} for key, (value, reason) in changes.items()}
     decided.__dict__["_resolved"] = {**spec.resolved, **made}  # not a field: == ignores it
     return decided
+
+
+def with_changes(spec: Experiment, changes: Mapping[str, Any]) -> Experiment:
+    """Return the spec with these values by dotted key. Call `incompatibilities` to validate the result."""
+    sections: dict[str, Part] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        sections[section] = sections.get(section, getattr(spec, section)).model_copy(update={name: value})
+    return spec.model_copy(update=sections)
 
 
 def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, str]]:

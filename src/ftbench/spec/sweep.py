@@ -132,7 +132,10 @@ def _expanded(key: str, value: Any, folder: Path) -> Any:
     parts = key.split(".")
     if parts[0] in SHORT_FORMS and len(parts) == 1 and isinstance(value, str):
         return value
-    return _at(expand(nested(parts, value), folder), parts)
+    value = expand(nested(parts, value), folder)
+    for part in parts:
+        value = value[part]
+    return value
 
 
 def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
@@ -190,10 +193,3 @@ def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[tu
     except ImpossibleError as error:
         return GridCell(point, None, "; ".join(problem.partition(": ")[2] for problem in error.problems))
     return GridCell(point, spec)
-
-
-def _at(values: Any, parts: Sequence[str]) -> Any:
-    """Return the value at nested keys, or None if a key is missing."""
-    for part in parts:
-        values = values.get(part) if isinstance(values, dict) else None
-    return values

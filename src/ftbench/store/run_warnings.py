@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core import stats
-from ftbench.core.bottleneck import THERMAL
+from ftbench.core.bottleneck import THERMAL, over_time
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
 from ftbench.core.units import reworded, some
@@ -58,12 +58,15 @@ def warnings(
         sentences.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
     if machine.get("shared_host"):
         sentences.append("shared host: other runs used this machine's other GPUs at the same time")
-    used, others = gpu.get("memory_used_before_gb"), gpu.get("foreign_processes")
-    if others or (used is not None and used > FOREIGN_MEMORY_GB):
-        sentences.append(
-            f"the GPU was not free before the run: {used or 0:.1f} GiB in use, {others or 0} other processes"
-        )
+    if not is_free(gpu):
+        used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes") or 0
+        sentences.append(f"the GPU was not free before the run: {used:.1f} GiB in use, {others} other processes")
     return list(map(reworded, sentences))
+
+
+def is_free(gpu: dict[str, Any]) -> bool:
+    """Return whether no other program used a GPU. `gpu` is an entry of machine.json."""
+    return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
 
 
 def _named(slow: Sequence[dict[str, Any]]) -> str:
@@ -213,7 +216,7 @@ def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any],
     unknown). `contended` is true if a share is above its limit. If both shares are unknown, the dict is empty.
     """
     limits = {"host_cpu_by_others": HOST_SHARE_BESIDE_GPU if on_gpu else HOST_SHARE, "gpu_by_others": GPU_SHARE}
-    shares = {name: _over_time(steady, name) for name in limits}
+    shares = {name: over_time(steady, [getattr(row, name) for row in steady]) for name in limits}
     if all(share is None for share in shares.values()):
         return {}, []
     what = {"host_cpu_by_others": "the host's CPUs", "gpu_by_others": "the GPU's time"}
@@ -222,10 +225,3 @@ def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any],
     used = " and ".join(taken)
     sentence = f"contended: other processes used {used}; its speed is not valid: stop them and repeat the run"
     return {"contended": bool(taken), **shares}, [reworded(sentence)] if taken else []
-
-
-def _over_time(rows: Sequence[StepRow], name: str) -> float | None:
-    """Return the mean of a column, weighted by step time. Steps without a value are ignored."""
-    known = [(row.step_time_s or 0.0, value) for row in rows if (value := getattr(row, name)) is not None]
-    seconds = sum(time for time, _ in known)
-    return sum(time * value for time, value in known) / seconds if seconds else None

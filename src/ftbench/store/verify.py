@@ -3,7 +3,7 @@
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,9 @@ def _check_summary(run: RunDir, name: str, verdict: Verdict) -> None:
         return
     computed = json.loads(json.dumps(as_dict(summarise(run))))
     computed = {key: value for key, value in computed.items() if key in written or key not in LATER}
-    old, new = written.pop("warnings", []), computed.pop("warnings")
-    verdict.problems += [f"{name}: its summary lacks the warning: {text}" for text in _missing_from(old, new)]
+    known = set(map(reworded, written.pop("warnings", [])))
+    missing = [text for text in computed.pop("warnings") if reworded(text) not in known]
+    verdict.problems += [f"{name}: its summary lacks the warning: {text}" for text in missing]
     for key, stored, expected in _leaves(written, computed):
         verdict.figures += 1
         if not _same(stored, expected):
@@ -94,12 +95,6 @@ def _leaves(written: Any, computed: Any, key: str = "") -> Iterator[tuple[str, A
             yield from _leaves(stored, expected, f"{key}.{index}")
     else:
         yield key, written, computed
-
-
-def _missing_from(sentences: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return the texts of `others` that `sentences` lacks. The old and the current wording of a text count as equal."""
-    known = set(map(reworded, sentences))
-    return [text for text in others if reworded(text) not in known]
 
 
 def _same(written: Any, computed: Any) -> bool:

@@ -135,7 +135,11 @@ class _Planner:
         self.firsts = first_jobs(grid, self.options)
 
     def plan(self) -> Plan:
-        return self._search() if self.request.until_oom else self._grid()
+        if self.request.until_oom:
+            return self._search()
+        jobs = with_repeats(self.firsts)
+        reasons = {job: reason for job in jobs if (reason := self._problem(job.spec)) is not None}
+        return Grid(jobs, reasons, self.options)
 
     def _problem(self, spec: Experiment) -> str | None:
         """Return why a spec cannot run on this machine, or None. Raise an error if required packages are missing."""
@@ -146,16 +150,11 @@ class _Planner:
                 checks.check_hub(spec)
         return "; ".join(problems) or None
 
-    def _grid(self) -> Grid:
-        jobs = with_repeats(self.firsts)
-        reasons = {job: reason for job in jobs if (reason := self._problem(job.spec)) is not None}
-        return Grid(jobs, reasons, self.options)
-
     def _search(self) -> Search:
         families: dict[str, Family] = {}
         for job in self.firsts:
             if job.family not in families:
-                values = _without_batch(job.values)
+                values = {key: value for key, value in job.values.items() if key not in _BATCH}
                 sets = (*self.request.sets, *settings(values.items()))
                 families[job.family] = Family(job.spec, sets, values, self._problem(job.spec))
         if all(family.refused for family in families.values()):
@@ -166,10 +165,6 @@ class _Planner:
                 "the search without a GPU)"
             )
         return Search(families.values(), self.options, self.device)
-
-
-def _without_batch(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key not in _BATCH}
 
 
 def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:

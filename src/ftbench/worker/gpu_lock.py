@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.store import machine
-from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
+from ftbench.store.run_warnings import is_free
 from ftbench.store.rundir import WAITING, RunDir, gpus_of, read_json, write_json
 from ftbench.worker.outcome import Phases
 
@@ -31,7 +31,7 @@ def acquire(directory: RunDir, phases: Phases) -> None:
             with phases.within(WAITING):
                 fcntl.flock(_held[-1], fcntl.LOCK_EX)
     now = [machine.gpu(gpu["uuid"]) or gpu for gpu in gpus]
-    if not all(map(_is_free, now)):
+    if not all(map(is_free, now)):
         with phases.within(WAITING):
             now = [_when_free(gpu) for gpu in now]
     described = read_json(directory.machine)
@@ -62,14 +62,10 @@ def _open(path: Path) -> int | None:
     return None
 
 
-def _is_free(gpu: dict[str, Any]) -> bool:
-    return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
-
-
 def _when_free(gpu: dict[str, Any]) -> dict[str, Any]:
     """Wait until the GPU is free, but at most `RETURN_S` seconds. Return the state of the GPU."""
     begin = changed = time.monotonic()
-    while not _is_free(gpu) and (now := time.monotonic()) < begin + RETURN_S and now < changed + STILL_S:
+    while not is_free(gpu) and (now := time.monotonic()) < begin + RETURN_S and now < changed + STILL_S:
         time.sleep(_POLL_S)
         after = machine.gpu(gpu["uuid"]) or gpu
         if after.get("memory_used_before_gb") != gpu.get("memory_used_before_gb"):

@@ -1,7 +1,6 @@
 """Compare each cell (repeated runs of one spec) with its baseline: ratios and differences."""
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -13,7 +12,7 @@ from ftbench.report.data.axes import implied, value_at
 from ftbench.report.data.cells import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run, sitting_spread
 from ftbench.report.data.collect import figure
 from ftbench.report.data.facts import IMPORTED
-from ftbench.store.rundir import RunDir
+from ftbench.store.rundir import RunDir, modified
 from ftbench.store.steps import read_columns
 
 
@@ -180,7 +179,7 @@ class Steps:
 
 
 @lru_cache(maxsize=64)  # a baseline is compared many times
-def _steps(path: Path, modified: float, warmup: int) -> Steps:
+def _steps(path: Path, changed: float, warmup: int) -> Steps:
     columns = read_columns(RunDir(path).steps, _COLUMNS) or {name: [] for name in _COLUMNS}
     timed = [row for row in zip(*columns.values(), strict=True) if row[1] is not None and math.isfinite(row[1])]
     return Steps({name: [row[at] for row in timed] for at, name in enumerate(_COLUMNS)}, warmup)
@@ -188,11 +187,7 @@ def _steps(path: Path, modified: float, warmup: int) -> Steps:
 
 def steps_of(run: Run) -> Steps:
     """Return the timed training steps of a run."""
-    try:
-        modified = os.stat(run.dir.steps).st_mtime
-    except OSError:
-        modified = 0.0
-    return _steps(run.dir.path, modified, int(figure(run.record, "steps.warmup") or 0))
+    return _steps(run.dir.path, modified(run.dir.steps), int(figure(run.record, "steps.warmup") or 0))
 
 
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
@@ -205,8 +200,9 @@ def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
     first, second = baseline.valid[0], cell.valid[0]
     below, above = (steps_of(run).per_step(*_PER_STEP[name]) for run in (first, second))
     common = sorted(below.keys() & above.keys())
+    before, after = (side.facts.get("dataset.order_hash") for side in (baseline, cell))
     paired = len(common) >= min(len(below), len(above)) / 2
-    paired = paired and _same_tokens(baseline, cell) and _same_samples(first, second)
+    paired = paired and before is not None and before == after and _same_samples(first, second)
     columns = [[side[step] for step in common] if paired else list(side.values()) for side in (below, above)]
     return core.ratio_of_steps(
         ratio.value, *columns, paired=paired, spread=spread, comparisons=noise.comparisons, sitting=sitting
@@ -221,11 +217,6 @@ def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:
     if len(before) == 1 and "none" in after and "none" not in before:
         ratios["none"] = core.ratio_of_runs(next(iter(before.values())), after["none"])
     return {state: ratio for state, ratio in ratios.items() if ratio is not None}
-
-
-def _same_tokens(baseline: Cell, cell: Cell) -> bool:
-    order = baseline.facts.get("dataset.order_hash")
-    return order is not None and order == cell.facts.get("dataset.order_hash")
 
 
 def _same_samples(first: Run, second: Run) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from ftbench.core.rows import RunSummary
 from ftbench.core.units import reworded
 from ftbench.errors import SpecError
+from ftbench.report.data.facts import flat
 from ftbench.spec.methods import METHODS
 from ftbench.store.rundir import RunDir, read_json, require_runs
 from ftbench.store.summary import as_dict, read_summary
@@ -52,25 +53,15 @@ def _summary(run: RunDir) -> dict[str, Any]:
 
 def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
     """Convert the contents of summary.json files to flat records. Missing fields are None."""
-    flat = [_flat(values) for values in summaries]
-    empty = dict.fromkeys(key for record in flat for key in record)
-    return [_on_one_basis(empty | record | _sentences(record)) for record in flat]
+    dicts = [dict(flat(values)) for values in summaries]
+    empty = dict.fromkeys(key for record in dicts for key in record)
+    return [_on_one_basis(empty | record | _sentences(record)) for record in dicts]
 
 
 def _sentences(record: Record) -> Record:
     """Return the warnings and reasons of a record. Replace wordings of older versions by the current wording."""
     sentences = {key: reworded(record[key]) for key in ("reason", "bound.why") if record.get(key)}
     return {"warnings": list(map(reworded, record["warnings"])), **sentences}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Record:
-    flat: Record = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and key != "histogram":
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _on_one_basis(record: Record) -> Record:
@@ -97,7 +88,7 @@ def _on_one_basis(record: Record) -> Record:
 
 def speeds(summary: RunSummary) -> tuple[float | None, float | None]:
     """Return samples per hour and joules per 1,000 samples of a run."""
-    record = _on_one_basis(_flat(as_dict(summary)))
+    record = _on_one_basis(dict(flat(as_dict(summary))))
     return figure(record, "samples_per_hour"), figure(record, _PER_SAMPLE)
 
 

@@ -107,9 +107,9 @@ def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each value of a nested dict."""
+    """Yield (dotted key, value) for each value of a nested dict. A histogram is one value."""
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key != "histogram":
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -14,7 +14,7 @@ from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.reading import as_text
 from ftbench.store import rundir
-from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
+from ftbench.store.run_warnings import is_free
 from ftbench.store.rundir import NOT_FINITE, RunDir
 
 FAILED = ("timeout", "error", NOT_FINITE)
@@ -123,8 +123,7 @@ def on_resume(standing: Standing, retry_failed: bool) -> Standing:
 
 def is_batch_too_large(run: RunDir) -> bool:
     """Return whether no other program used the GPU of an out-of-memory run: then larger batches do not fit either."""
-    gpu = rundir.first_gpu(rundir.read_json(run.machine))
-    return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
+    return is_free(rundir.first_gpu(rundir.read_json(run.machine)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ Trainings run with several seeds. Controls are damaged on purpose, and the check
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 from ftbench.spec.ablation import with_changes
@@ -75,6 +74,7 @@ class ParityPlan(Grid):
 
     def __init__(self, recipes: Sequence[Contender], seeds: int, every_control: bool, options: Options) -> None:
         self.recipes, self.seeds, self.every_control, self.options = recipes, seeds, every_control, options
+        self._kept: dict[Job, dict[str, Any]] = {}
         able = [recipe for recipe in recipes if not recipe.refused]
         jobs = [each for recipe in able for each in self._records(recipe)]
         jobs += [each for recipe in able if seeds for each in self._trainings(recipe)]
@@ -271,10 +271,6 @@ class ParityPlan(Grid):
             write_json(record.run.agreement, kept)
         self._kept[record] = kept
         return kept
-
-    @cached_property
-    def _kept(self) -> dict[Job, dict[str, Any]]:
-        return {}
 
 
 def _is_refused(result: LevelResult) -> bool:
