@@ -93,6 +93,8 @@ def test_frozen_weights_in_eight_bits_are_as_large_as_in_sixteen_and_smaller_tha
     assert weights.weights(shape, TrainingPlan(fp8=True)) == weights.weights(shape, TrainingPlan())
     wide = weights.weights(shape, TrainingPlan(weight=4)) - weights.weights(shape, TrainingPlan(weight=4, fp8=True))
     assert wide == 2 * shape.linear_parameters
+    trained = {"full": True, "weight": 4}  # trained weights keep their format
+    assert weights.weights(shape, TrainingPlan(fp8=True, **trained)) == weights.weights(shape, TrainingPlan(**trained))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -193,6 +193,16 @@ def test_delayed_scaling_reads_inputs_once():
     assert {**before, "casts": 0} == {**now, "casts": 0}
 
 
+def test_full_training_computes_three_products_in_8_bits_and_casts_weights():
+    exact, short = (_work(method={"name": "full"}, optimizations={"compile": True, "fp8": fp8})
+                    for fp8 in ("off", "tensorwise"))  # fmt: skip
+    assert short["products"] + short["products.fp8"] == pytest.approx(exact["products"])
+    assert short["products"] < 0.3 * exact["products"]  # the head
+    lora = _work(optimizations={"compile": True, "fp8": "tensorwise"})
+    assert short["products.fp8"] == pytest.approx(1.5 * lora["products.fp8"])
+    assert short["casts"] > 8 / 5 * lora["casts"]
+
+
 def test_triton_kernels_have_their_own_rate():
     ours = _work(optimizations={"compile": True, "fused_lora": True, "triton_kernels": True})
     assert "elementwise.triton" in ours

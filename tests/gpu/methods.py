@@ -70,6 +70,8 @@ METHODS = {
     "torchao-bf16": ("method=full", "train.optimizer=adamw_torchao_bf16"),
     "torchao-fp32": ("method=full", "train.optimizer=adamw_torchao_fp32"),
     "recipe-fastest-full": ("recipe=fastest-full",),
+    "recipe-fastest-full-fp8": ("recipe=fastest-full-fp8",),
+    "full-fp8": (*FULL, "optimizations.fp8=tensorwise"),
     "recipe-fastest-qlora": ("recipe=fastest-qlora",),
     "fused-lora-fp8-fast": (
         "optimizations.fused_lora=on",
@@ -156,8 +158,9 @@ METHODS = {
 }
 # Methods of the ordinary call. The others are `exhaustive`.
 FIRST = (
-    "lora", "qlora", "full", "recipe-fastest", "recipe-fastest-fp8", "recipe-fastest-full", "recipe-fastest-qlora",
-    "recipe-fastest-small", "recipe-small", "recipe-smallest", "recipe-smallest-exact", "recipe-smallest-full",
+    "lora", "qlora", "full", "recipe-fastest", "recipe-fastest-fp8", "recipe-fastest-full", "recipe-fastest-full-fp8",
+    "recipe-fastest-qlora", "recipe-fastest-small", "recipe-small", "recipe-smallest", "recipe-smallest-exact",
+    "recipe-smallest-full", "full-fp8",
     "checkpointing", "weight-offload", "full-unclipped", "full-in-backward", "full-states-away", "full-weights-away",
     "checkpoint-offload", "compile", "fp8", "kernels-compile", "kernels-checkpointing", "kernels-fp8-delayed",
     "fused-lora-compile", "chunked-loss", "varlen", "packing", "experts", "experts-fused", "gpt-oss-attention",

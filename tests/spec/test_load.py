@@ -247,8 +247,8 @@ def test_conflicting_dataset_keys_are_errors(problems, dataset, sentence):
             "optimizations.fp8 needs 16-bit base weights and method qlora",
         ),
         (
-            "method: full\noptimizations: {fp8: tensorwise}",
-            "optimizations.fp8 converts frozen base layers and method full",
+            "method: full\noptimizations: {fp8: tensorwise-delayed}",
+            "optimizations.fp8 tensorwise-delayed supports only frozen layers, and method full has none",
         ),
         ("train: {precision: fp16}\noptimizations: {fp8: tensorwise}", "optimizations.fp8 needs train.precision bf16"),
         ("method: {name: lora, experts: on, dropout: 0.1}", "method.experts needs method.dropout 0"),

@@ -132,12 +132,12 @@ def test_sets_of_a_cell_reproduce_it(grid, tmp_path, monkeypatch, axes):
 
 
 def test_impossible_combination_is_a_refused_cell(grid):
-    found = grid("sweep: {axes: {method: [lora, qlora, full], optimizations.fp8: [off, tensorwise]}}")
+    found = grid("sweep: {axes: {method: [lora, qlora, full], optimizations.fp8: [off, tensorwise-delayed]}}")
     assert [cell.spec is None for cell in found] == [False, False, False, True, False, True]
     assert [cell.refused is None for cell in found] == [True, True, True, False, True, False]
-    assert found[3].values == {"method": "qlora", "optimizations.fp8": "tensorwise"}
+    assert found[3].values == {"method": "qlora", "optimizations.fp8": "tensorwise-delayed"}
     assert found[3].refused.startswith("optimizations.fp8 needs 16-bit base weights and method qlora stores 4-bit ones")
-    assert found[5].refused.startswith("optimizations.fp8 converts frozen base layers and method full has none")
+    assert found[5].refused.startswith("optimizations.fp8 tensorwise-delayed supports only frozen layers")
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -16,6 +18,7 @@ from ftbench.spec.methods import PROJECTIONS
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker import methods
+from ftbench.worker.measure import rounded_products
 from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.optimizations import compile as compiled
@@ -283,7 +286,63 @@ def test_product_equals_torchao(recipe):
     torch.testing.assert_close(*found, atol=0, rtol=0)
 
 
-def test_fast_accumulation_needs_its_recipe(monkeypatch):
+def test_trained_layer_equals_the_emulation_of_parity():
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    bases = [torch.nn.Linear(64, 96, dtype=torch.bfloat16) for _ in range(2)]
+    bases[1].load_state_dict(bases[0].state_dict())
+    x, dy = torch.randn(2, 17, 64, dtype=torch.bfloat16), torch.randn(2, 17, 96, dtype=torch.bfloat16)  # 34 tokens
+    found = []
+    for layer in (fp8._trained(bases[0], "tensorwise"), partial(rounded_products._product, bases[1])):
+        given = x.clone().requires_grad_()
+        (out := layer(given)).backward(dy)
+        found.append((out.detach(), given.grad))
+    found = [(*made, base.weight.grad, base.bias.grad) for made, base in zip(found, bases, strict=True)]
+    for ours, emulated in zip(*found, strict=True):
+        assert (ours - emulated).abs().max() <= 2 * BF16 * emulated.abs().max()
+
+
+def test_trained_layers_of_the_decoder_become_8_bit_layers():
+    pytest.importorskip("torchao")
+    spec = spec_of(method={"name": "full"}, optimizations={"fp8": "tensorwise-fast"})
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Model.from_config(Qwen3Config(**SHAPE), dtype=torch.bfloat16))
+    plain, ours = models
+    fp8.apply(ours, spec)
+    assert (fp8.layers(ours), fp8.verify(ours, spec), type(ours.lm_head)) == (21, [], torch.nn.Linear)
+    (loss, found), (_, gradients) = learned(ours), learned(plain)
+    assert found.keys() == gradients.keys() == dict(plain.named_parameters()).keys()
+    for name, gradient in gradients.items():
+        assert torch.cosine_similarity(found[name].flatten().float(), gradient.flatten().float(), 0) > 0.98
+    torch._dynamo.reset()
+    for layer in decoder_layers(ours):
+        layer.compile(backend="aot_eager")
+    before = compiled.graphs()
+    torch.testing.assert_close(learned(ours)[0], loss, rtol=2 * BF16, atol=0)
+    assert compiled.graphs() - before == 1  # all layers share a graph
+    decoder_layers(ours)[1].mlp.up_proj = torch.nn.Linear(64, 192, bias=False)
+    (problem,) = fp8.verify(ours, spec)
+    assert "is tensorwise-fast and model.layers.1.mlp.up_proj still multiplies in 16 bits" in problem
+
+
+def test_full_training_in_8_bits_learns_like_16(train_here):
+    pytest.importorskip("torchao")
+    curves, facts = [], []
+    for value in ("off", "tensorwise"):
+        run = train_here(method={"name": "full"}, optimizations={"fp8": value}, train={"precision": "bf16"})
+        curves.append([row.loss for row in read_steps(run.steps)[0] if row.phase == "train"])
+        facts.append(read_json(run.applied))
+    assert [each["product_precision"] for each in facts] == ["bf16", "fp8"]
+    assert curves[1] == pytest.approx(curves[0], rel=0.01)
+    assert curves[1][-1] < curves[1][0]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_fast_accumulation_needs_its_recipe(monkeypatch, trained):
+    if trained:
+        pytest.importorskip("torchao")
     plain, flags = torch._scaled_mm, []
 
     def scaled(*args, use_fast_accum, **options):
@@ -292,9 +351,10 @@ def test_fast_accumulation_needs_its_recipe(monkeypatch):
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled)
     for recipe in ("tensorwise", "tensorwise-fast"):
-        layer = fp8.Fp8Linear(torch.nn.Linear(32, 32, bias=False).requires_grad_(False), recipe)
+        base = torch.nn.Linear(32, 32, bias=False).requires_grad_(trained)
+        layer = (fp8._trained if trained else fp8.Fp8Linear)(base, recipe)
         layer(torch.randn(16, 32, requires_grad=True)).sum().backward()
-    assert flags == [True, False, True, True]
+    assert flags == [True, *[False] * (1 + trained), True, *[True] * (1 + trained)]
 
 
 def test_layers_of_one_input_share_an_8_bit_product(monkeypatch):

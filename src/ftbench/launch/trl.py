@@ -76,7 +76,7 @@ def check_installed(spec: Experiment) -> None:
     if spec.optimizations.triton_kernels or spec.optimizations.fp8 == DELAYED:
         needed.append("triton")
     extras = {"liger_kernel": "liger"} if spec.optimizations.liger else {}
-    if "torchao" in spec.train.optimizer:
+    if "torchao" in spec.train.optimizer or (spec.method.name == "full" and spec.optimizations.fp8 != "off"):
         extras |= {"torchao": "torchao"}
     if spec.method.name == "unsloth":
         extras |= {"unsloth": "unsloth"}

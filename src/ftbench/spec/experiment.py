@@ -161,7 +161,7 @@ class Measure(OlderPart):
     )
     keep_weights: Switch = Field(False, description="parity: keep the trained tensors before and after training")
     round_products: Switch = Field(
-        False, description="parity: round the operands of frozen layers to 8 bits like fp8, and multiply in 32 bits"
+        False, description="parity: round the operands of products to 8 bits like fp8, and multiply in 32 bits"
     )
     control: Annotated[Literal["off", *CONTROLS], Word] = Field(  # type: ignore[valid-type]
         "off", description="break the training on purpose; `ftbench parity` must detect this"

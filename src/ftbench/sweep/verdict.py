@@ -50,7 +50,7 @@ BUDGETS = {
         "by about 9 % (T. Dettmers et al., arXiv 2305.14314)"
     ),
     EIGHT_BIT: ErrorBudget(
-        "twice the error of plain bfloat16 whose frozen layers round inputs and weights to E4M3 and gradients to E5M2 "
+        "twice the error of plain bfloat16 that rounds inputs and weights of products to E4M3 and gradients to E5M2 "
         "and multiply in 32 bits (P. Micikevicius et al., arXiv 2209.05433), measured in the same check"
     ),
     "8-bit optimizer states": ErrorBudget(

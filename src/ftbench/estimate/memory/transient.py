@@ -138,10 +138,10 @@ def fp8_casts(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the peak bytes for the batch while the input of down_proj, a layer's widest input, is cast to 8 bits.
 
     Two float32 copies and the 8-bit result exist (kernels/small_products.py, `cast`). A compiled layer writes only the
-    8-bit result."""
+    8-bit result. The weight gradient of a trained layer needs a second, transposed result."""
     if not plan.fp8 or layer.experts:
         return 0.0
-    return float((1 if plan.compiled else 2 * FLOAT + 1) * layer.inner * batch.tokens)
+    return float((1 + plan.full + (0 if plan.compiled else 2 * FLOAT)) * layer.inner * batch.tokens)
 
 
 def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, again: bool = False) -> float:

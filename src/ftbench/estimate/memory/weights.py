@@ -30,7 +30,7 @@ def weights(model: ModelShape, plan: TrainingPlan) -> float:
     Without quantization, each weight has `plan.weight` bytes. With a 4-bit method, linear layers have 4 bits per
     weight. The other weights have 16 bits. In dense models, peft's prepare_model_for_kbit_training casts the other
     weights to 32 bits (worker/methods/qlora.py). unsloth keeps the experts of gpt-oss in MXFP4. fp8 replaces the 16-bit
-    matrix of each linear layer by two 8-bit copies with different layouts (worker/optimizations/fp8.py). With
+    matrix of each frozen linear layer by two 8-bit copies with different layouts (worker/optimizations/fp8.py). With
     weight_offload, the GPU buffers count instead of the weights in host memory."""
     linear = model.linear_parameters
     if plan.packed_experts:
@@ -38,7 +38,7 @@ def weights(model: ModelShape, plan: TrainingPlan) -> float:
     elif plan.quantised:
         total = four_bit(linear, plan.double_quant) + (model.total - linear) * plan.upcast + fused(model, plan)
     else:
-        eight = linear if plan.fp8 else 0
+        eight = linear if plan.fp8 and not plan.full else 0
         total = (model.total - eight) * plan.weight + 2 * eight + fused(model, plan)
     if not plan.streamed:
         return total

@@ -39,6 +39,7 @@ _PAIR_LOGIT, _REFERENCE_LOGIT = 44, 12
 # Bytes per element of a cast to 8 bits. The element is read for the maximum, read again, and written. Eager mode first
 # casts it to float32. With the maximum of the previous step, it is read only once.
 _CAST, _CAST_EAGER, _CAST_DELAYED = 5, 33, 3
+_CAST_AGAIN = 3  # bytes per element if the maximum is known: each operand of trained layers has a second layout
 EAGER_EXPERTS = "elementwise.experts"
 SCORE = 40  # bytes per score of eager attention, forward and backward
 DEQUANTISED = 2.5  # bytes per weight: read in 4 bits, written in 16 bits
@@ -161,7 +162,7 @@ def _products(
     passes = plan.reference != "none" if pairs else not once
     head = (n if pairs else batch.labels) * (flops.head_per_token(matmul) + passes * 2 * matmul.head)
     experts = n * (4 + 2 * again + 2 * plan.full) * shape.expert_matmul
-    fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if plan.fp8 else 0.0
+    fp8 = n * (4 + 2 * again + 2 * plan.full) * (matmul.base - shape.expert_matmul) if plan.fp8 else 0.0
     return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
 
 
@@ -184,9 +185,11 @@ def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: B
     elif plan.quantised:
         moved["dequantise"] += (2 + again) * shape.model.linear_parameters * DEQUANTISED
     if plan.fp8:
-        each = shape.linears.inputs * (1 + again) + shape.linears.outputs
-        delayed = spec.optimizations.fp8 == DELAYED
-        moved["casts"] += each * n * (_CAST_DELAYED if delayed else _CAST if compiled else _CAST_EAGER)
+        each = n * (shape.linears.inputs * (1 + again) + shape.linears.outputs)
+        cast = _CAST_DELAYED if spec.optimizations.fp8 == DELAYED else _CAST if compiled else _CAST_EAGER
+        if plan.full:  # weights are cast in each pass, too
+            each, cast = each + shape.matmul.base - shape.expert_matmul, cast + _CAST_AGAIN
+        moved["casts"] += each * cast
     name, logits = _logits(spec, plan, batch)
     moved[name] += logits * shape.model.vocab
     if plan.attention == "eager":  # the forward and backward pass write, scale, mask and normalize the scores

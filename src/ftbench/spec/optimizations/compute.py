@@ -55,8 +55,8 @@ RECIPES = ("tensorwise", "tensorwise-fast", DELAYED)
 def _fp8(spec: Experiment) -> Iterator[str]:
     if spec.method.quantised:
         yield f"optimizations.fp8 needs 16-bit base weights and method {spec.method.name} stores 4-bit ones: use lora"
-    if spec.method.name == "full":
-        yield "optimizations.fp8 converts frozen base layers and method full has none: use lora"
+    if spec.method.name == "full" and spec.optimizations.fp8 == DELAYED:
+        yield f"optimizations.fp8 {DELAYED} supports only frozen layers, and method full has none: use tensorwise-fast"
     if spec.train.precision not in ("auto", "bf16"):
         yield f"optimizations.fp8 needs train.precision bf16, not {spec.train.precision}"
     if spec.launch.sharded:
@@ -184,9 +184,9 @@ OPTIMIZATIONS = {
     "fp8": Optimization(
         type=Annotated[Literal["off", *RECIPES], Word],
         default="off",
-        description="compute the products of frozen layers in 8-bit floats: faster if compiled; tensorwise-fast also "
-        "accumulates the backward pass in fewer bits; tensorwise-delayed is tensorwise-fast with scales from the "
-        "previous step",
+        description="compute the products of frozen layers (with method full: the trained layers of the decoder, with "
+        "torchao) in 8-bit floats: faster if compiled; tensorwise-fast also accumulates the backward pass in fewer "
+        "bits; tensorwise-delayed is tensorwise-fast with scales from the previous step",
         not_with_unsloth="unsloth's fused functions multiply in 16 bits: set it to off, or use method lora",
         incompatibilities=_fp8,
         machine_incompatibilities=_fp8_on_machine,

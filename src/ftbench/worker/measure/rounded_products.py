@@ -1,4 +1,4 @@
-"""Emulate fp8 in frozen layers by rounding the inputs of matrix products to 8 bits.
+"""Emulate fp8 by rounding the inputs of matrix products to 8 bits.
 
 `ftbench parity` compares fp8 with this emulation. Layer inputs and weights are rounded to E4M3, and gradients to E5M2
 (P. Micikevicius et al., arXiv 2209.05433). Each tensor has one scale, computed from its maximum. The products are
@@ -17,9 +17,9 @@ FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
 def apply(model: Any) -> None:
     """Round the inputs of matrix products in all layers that fp8 recipes compute in 8 bits."""
-    for name, module in model.named_modules():
-        if wanted(module, name):
-            module.forward = partial(_product, module)
+    for name in wanted(model):
+        module = model.get_submodule(name)
+        module.forward = partial(_product, module)
 
 
 def _product(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -32,15 +32,19 @@ def _product(layer: Any, x: torch.Tensor) -> torch.Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         with torch.autocast(x.device.type, enabled=False):
             return (rounded(x, FORWARD) @ rounded(weight, FORWARD).t()).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (dy,) = gradients
+        (dy,), (x, weight) = gradients, ctx.saved_tensors
         with torch.autocast(dy.device.type, enabled=False):
-            return (rounded(dy, BACKWARD) @ rounded(ctx.weight, FORWARD)).to(dy.dtype), None
+            small = rounded(dy, BACKWARD)
+            dx = (small @ rounded(weight, FORWARD)).to(dy.dtype)
+            if x is None:
+                return dx, None
+            return dx, (small.flatten(0, -2).t() @ rounded(x, FORWARD).flatten(0, -2)).to(weight.dtype)
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

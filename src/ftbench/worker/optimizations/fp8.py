@@ -1,4 +1,7 @@
-"""Compute the matrix products of frozen base layers with 8-bit floats. Adapters and the head stay in 16 bits.
+"""Compute the matrix products of decoder layers with 8-bit floats. Adapters and the head stay in 16 bits.
+
+Trained layers (method full) become torchao's Float8Linear. It keeps 16-bit weights, and casts both operands of the
+forward product and of the two backward products. Frozen layers become an Fp8Linear.
 
 torchao (Float8LinearConfig, torchao 0.17) casts each weight twice per step, once per direction. A cast moves 5 bytes
 per weight: it reads 16 bits twice (first for the maximum) and writes 8 bits. Frozen weights never change. So ftbench
@@ -8,15 +11,16 @@ the two copies need the memory of the 16-bit weight.
 """
 
 import copy
+from functools import cache
 from typing import Any
 
 import torch
 
 from ftbench.core.stats import grouped_by
 from ftbench.kernels.adapter_products import siblings
-from ftbench.kernels.small_products import DELAYED, WEIGHT, Product, cast
+from ftbench.kernels.small_products import DELAYED, FAST, WEIGHT, Product, cast
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.model.parts import base_model
+from ftbench.worker.model.parts import base_model, decoder_layers
 
 MULTIPLE = 16  # torch._scaled_mm needs matrices with sides divisible by 16
 
@@ -55,11 +59,53 @@ class Fp8Linear(torch.nn.Module):
         return self.weight, self.factor, self.turned, self.turned_factor, self.recipe, self.maxima
 
 
-def wanted(module: Any, name: str) -> bool:
-    """Return whether this module is a frozen linear layer (not head, not adapter) with sizes divisible by 16."""
-    frozen = not any(parameter.requires_grad for parameter in module.parameters())
-    fits = isinstance(module, torch.nn.Linear) and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
-    return fits and frozen and "lm_head" not in name and "lora_" not in name
+@cache
+def _trained_layer() -> Any:
+    """Return the class of trained layers with 8-bit products, which needs torchao."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    class TrainedFp8Linear(Float8Linear):
+        """A Float8Linear that gets x as (tokens, in). torch.compile then reuses the maximum of x in the backward pass.
+        Zeros are added to x until the number of tokens, the inner size of the weight gradient, is divisible by 16."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            flat = x.reshape(-1, self.in_features)
+            tokens = flat.shape[0]
+            if extra := -tokens % MULTIPLE:
+                flat = torch.nn.functional.pad(flat, (0, 0, 0, extra))
+            made: torch.Tensor = super().forward(flat)
+            return (made[:tokens] if extra else made).view(*x.shape[:-1], self.out_features)
+
+    return TrainedFp8Linear
+
+
+def _trained(base: torch.nn.Linear, recipe: str) -> torch.nn.Module:
+    """Return a layer that trains the 16-bit weight of `base` with 8-bit products."""
+    from torchao.float8 import Float8GemmConfig, Float8LinearConfig
+
+    back = Float8GemmConfig(use_fast_accum=recipe in FAST)
+    config = Float8LinearConfig(gemm_config_grad_input=back, gemm_config_grad_weight=back)
+    made: torch.nn.Module = _trained_layer().from_float(base, config=config)
+    return made
+
+
+def wanted(model: Any) -> list[str]:
+    """Return the names of the linear layers that fp8 computes in 8 bits: frozen layers, and trained layers of the
+    decoder. Their sizes are divisible by 16. The head and adapters are not included."""
+    decoder = {id(part) for layer in decoder_layers(model) for part in layer.modules()}
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
+        and (id(module) in decoder or not _is_trained(module))
+        and "lm_head" not in name
+        and "lora_" not in name
+    ]
+
+
+def _is_trained(module: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def join(layers: list[Any]) -> Any:
@@ -88,7 +134,11 @@ def join(layers: list[Any]) -> Any:
 
 def apply(model: Any, spec: Experiment) -> None:
     recipe = spec.optimizations.fp8
-    groups = grouped_by(_wanted_names(model), siblings)  # layers with the same input share a scale (see `join`)
+    names = wanted(model)
+    frozen = [name for name in names if not _is_trained(model.get_submodule(name))]
+    for name in {*names} - {*frozen}:
+        _replace(model, name, _trained(model.get_submodule(name), recipe))
+    groups = grouped_by(frozen, siblings)  # layers with the same input share a scale (see `join`)
     for names in groups.values():  # names, because references to modules would keep all 16-bit weights in memory
         largest = torch.stack([model.get_submodule(name).weight.abs().amax() for name in names]).amax()
         for name in names:
@@ -109,10 +159,6 @@ def _keep_maxima(model: Any) -> None:
     base_model(model).register_forward_hook(maxima.end_pass)
 
 
-def _wanted_names(model: Any) -> list[str]:
-    return [name for name, module in model.named_modules() if wanted(module, name)]
-
-
 def _replace(model: Any, name: str, module: torch.nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
@@ -124,13 +170,13 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 def layers(model: Any) -> int:
     """Return the number of layers that multiply in 8 bits."""
-    return sum(isinstance(module, Fp8Linear) for module in model.modules())
+    return sum(type(module).__name__ in ("Fp8Linear", "TrainedFp8Linear") for module in model.modules())
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
     recipe = spec.optimizations.fp8
     if recipe == "off":
         return []
-    left = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and wanted(module, name)]
+    left = [name for name in wanted(model) if type(model.get_submodule(name)) is torch.nn.Linear]
     sentences = [f"optimizations.fp8 is {recipe} and {left[0]} still multiplies in 16 bits"] if left else []
     return sentences if layers(model) else [*sentences, "optimizations.fp8 is on and no layer multiplies in 8 bits"]
