@@ -65,7 +65,7 @@ def estimate(
         ),
     ] = None,
     check: Annotated[
-        bool, of(ADVANCED, "exit with 0 if it fits, 1 if uncertain, 2 if not (best GPU)", "--check")
+        bool, of(ADVANCED, "exit code: 0 fits, 1 uncertain, 2 does not fit (best GPU)", "--check")
     ] = False,
     prices: Prices = None,
     store: Store = Path("results"),
@@ -107,7 +107,7 @@ def recommend(
     goal: Annotated[str, of(LIMITS, "rank by speed, cost, energy or memory")] = "speed",
     method: Annotated[str | None, of(LIMITS, "methods to compare, such as lora,full")] = None,
     effective_batch: Annotated[
-        str | None, of(LIMITS, "samples per step (by accumulation), or any to allow all numbers (default: the spec's)")
+        str | None, of(LIMITS, "samples per optimizer step, or any (default: the spec's)")
     ] = None,
     gpus: Annotated[
         int | None, of(CLUSTER, "largest number of GPUs (default: the spec's)", parser=gpu_count, metavar="N")

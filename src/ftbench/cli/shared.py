@@ -132,7 +132,7 @@ TimeBudget = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs, their commands and durations; run nothing")]
 RetryFailed = Annotated[bool, of(ADVANCED, "repeat runs that failed or timed out", "--retry-failed")]
-Force = Annotated[bool, of(ADVANCED, "repeat all runs, archive the earlier ones, overwrite -o", "--force")]
+Force = Annotated[bool, of(ADVANCED, "repeat all runs, archive the earlier ones", "--force")]
 
 
 def current_options(arguments: list[str]) -> list[str]:
