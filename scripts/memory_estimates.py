@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from ftbench.core.hardware import find_gpu  # noqa: E402
-from ftbench.core.units import change, percent, some  # noqa: E402
+from ftbench.core.units import change, optimizations_on, percent, some  # noqa: E402
 from ftbench.errors import SpecError  # noqa: E402
 from ftbench.estimate.memory.estimate import (  # noqa: E402  # noqa: E402
     FITTED,
@@ -290,9 +290,7 @@ def table(found: Sequence[RunErrors]) -> str:
              "|---|---|---|---|---|--:|--:|--:|--:|"]  # fmt: skip
     for row in found:
         spec, batch = row.run.spec, row.run.batch
-        on = ", ".join(name if value is True else f"{name} {value}"
-                       for name, value in spec.optimizations.model_dump(mode="json").items()
-                       if value not in (False, "off", "auto"))  # fmt: skip
+        on = ", ".join(optimizations_on(spec.optimizations.model_dump(mode="json")))
         shape = f"{batch.expected.rows} x {batch.expected.length}" if batch else ""
         errors = " | ".join(change(row.errors.get(tier)) for tier in TIERS)
         lines.append(

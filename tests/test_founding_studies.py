@@ -1,4 +1,4 @@
-"""`scripts/studies/founding-*` and `unsloth-best`: valid specs, resuming, what is kept, and the page, without a GPU."""
+"""Studies that run cells: valid specs, resuming, what is kept, and the page, without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from made_runs import make_run, steps
 ROOT = Path(__file__).parents[1]
 STUDIES = {
     name: runpy.run_path(str(ROOT / "scripts/studies" / name))
-    for name in ("founding-text", "founding-images", "two-gpus")
+    for name in ("founding-text", "founding-images", "two-gpus", "grid")
 }
 TEXT = STUDIES["founding-text"]
 study = sys.modules["study"]
@@ -33,8 +33,8 @@ def test_every_cell_is_a_valid_spec_and_ends_within_one_call(name):
         spec = resolve(load(ROOT / f"configs/{cell.config}.yaml", [*cell.sets, f"name={cell.name}"]), (9, 0))
         assert spec.model.weights == "random"
         assert cell.train_s + cell.weights_s < 540
-        several = name == "two-gpus"
-        assert several or spec.optimizations.gradient_checkpointing or spec.method.name == "unsloth"
+        others = name in ("two-gpus", "grid")
+        assert others or spec.optimizations.gradient_checkpointing or spec.method.name == "unsloth"
 
 
 def test_the_studys_own_cells_come_first_and_each_figure_has_a_cell():

@@ -149,13 +149,14 @@ def card() -> str:
     return gpu["name"].removeprefix("NVIDIA ").split()[0].lower() if gpu else "cpu"
 
 
-def keep(source: Path, target: Path) -> None:
-    """Copy the published files of the runs below `source`, without this machine's path."""
-    for path in sorted((*source.glob("*/*/*"), *source.glob("*/*/profile/kernels.json"))):
-        if path.name in KEPT and ".superseded" not in path.parts:
+def keep(source: Path, target: Path, own: str = "") -> None:
+    """Copy the published files of the runs below `source`, without the folder `own` and other paths of this machine."""
+    for path in sorted(source.rglob("*")):
+        if path.name in KEPT and ".superseded" not in path.parts and not path.parent.name.startswith("rank"):
             kept = target / path.relative_to(source)
             kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(path.read_text("utf-8").replace(f"{source}/", ""), "utf-8")
+            text = path.read_text("utf-8").replace(own or f"{source}/", "").replace(f"{ROOT}/", "")
+            kept.write_text(text, "utf-8")
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
