@@ -56,13 +56,9 @@ class LocalSlot:
     trains: bool = field(default=True, init=False)
 
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
-        """Train a job in a new run directory, and return the result. An earlier run of this name is archived.
-
-        Raise MissingError if the disk is full."""
+        """Train a job in a new run directory, and return the result. Raise MissingError if the disk is full."""
         checks.check_disk(job.run.path.parent)
-        if job.run.path.exists():
-            rundir.archive(job.run)
-        return self.train(rundir.create_at(job.run.path), Order(job.spec, source, job.sets), control)
+        return self.train(create(job), Order(job.spec, source, job.sets), control)
 
     def train(self, run: rundir.RunDir, order: Order, control: RunControl) -> FinishedRun:
         """Train the spec of `order` in the new run directory `run`, and return the result."""
@@ -71,6 +67,13 @@ class LocalSlot:
             run, order, described, control.stop_pipe, lambda progress: control.show(progress.text()),
             None if self.visible is None else {"CUDA_VISIBLE_DEVICES": self.visible}, control.deadline,
         )  # fmt: skip
+
+
+def create(job: Job) -> rundir.RunDir:
+    """Create and return the run directory of a job. Move an earlier run with the same name to `.superseded/`."""
+    if job.run.path.exists():
+        rundir.archive(job.run)
+    return rundir.create_at(job.run.path)
 
 
 def local_slots(gpus: Sequence[str], mock: bool) -> list[LocalSlot]:
