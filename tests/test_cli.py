@@ -420,6 +420,12 @@ def test_misplaced_options_are_refused(ftbench, study, arguments, code, said):
     assert said in out + err
 
 
+@pytest.mark.parametrize("option", ["--answers", "--hours=8", "--rows=merge"])
+def test_gate_refuses_options_without_effect(ftbench, study, option):
+    code, out, err = ftbench("report", study, "--against", study, option)
+    assert (code, out, "leave it out" in err) == (2, "", True), err
+
+
 # --- how it goes -----------------------------------------------------------------------------------------------------
 
 

@@ -198,8 +198,8 @@ def test_glossary_has_each_report_heading():
     folders = ("headline/full", "several-gpus", "qwen3-8b-frontier", "profiles")
     paths = [ROOT / "results/h200" / name for name in folders]
     prices = ROOT / "configs/prices-example.yaml"
-    text = report(Request(paths, "md", answers=True, prices=prices))
-    text += report(Request(paths[:1], "md", "recipe"))
+    text = report(Request(paths, "md", answers=True, prices=prices)).text
+    text += report(Request(paths[:1], "md", "recipe")).text
     heads = [above for above, below in pairwise(text.splitlines()) if below.startswith("|-")]
     keys = {end for key, *_ in spec_keys() for end in (key, key.rpartition(".")[2].replace("_", " "))}
     headings = {cell for line in heads for cell in line.strip("| ").split(" | ")} - keys

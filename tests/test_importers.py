@@ -229,11 +229,11 @@ def test_imported_runs_are_compared_without_hashes(tmp_path):
     for number, (gpu, step) in enumerate((("NVIDIA H200", 0.5), ("NVIDIA H100 PCIe", 0.7))):
         log = write_csv(tmp_path / f"{number}.csv", [(i, step * i) for i in range(1, 41)])
         imported(log, tmp_path / "out", gpu=gpu, dataset="alpaca")
-    answer = report(Request([tmp_path / "out"], "json", compare="gpu", baseline="H200"))
+    answer = report(Request([tmp_path / "out"], "json", compare="gpu", baseline="H200")).text
     (_, other) = json.loads(answer)["comparison"]["records"]
     assert other["same_recipe"] is True
     assert other["speed_ratio"] == pytest.approx(0.5 / 0.7, rel=1e-3)
-    assert "sha256" not in report(Request([tmp_path / "out"]))
+    assert "sha256" not in report(Request([tmp_path / "out"])).text
 
 
 def rows_of(folder, name, content, **changes):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ftbench.store.models import check, model_of
 
@@ -40,6 +44,22 @@ def test_rejected_files_do_not_match_the_schema(name, document):
     with pytest.raises(ValueError, match=": "):
         check(document, model_of(Path(name)))
     assert not jsonschema.Draft202012Validator(schema).is_valid(document)
+
+
+def test_documented_gate_commands_run(ftbench, tmp_path, monkeypatch):
+    """Run each line with `ftbench` on existing runs, with a bundle made as documented."""
+    page = (ROOT / "docs" / "how-to" / "ci-gate.md").read_text()
+    (workflow,) = re.findall(r"```yml\n(.*?)```", page, re.DOTALL)
+    steps = yaml.safe_load(workflow)["jobs"]["gate"]["steps"]
+    lines = [step["run"].partition(" >>")[0] for step in steps if step.get("run", "").startswith("ftbench")]
+    assert len(lines) == 4
+    shutil.copytree(RUNS / "launch-bound", tmp_path / "new")
+    monkeypatch.chdir(tmp_path)
+    assert ftbench("bundle", "new", "-o", "trusted.tar.zst")[0] == 0
+    for line in lines:
+        if not line.startswith("ftbench sweep"):
+            assert ftbench(*shlex.split(line)[1:])[0] == 0, line
+    assert (tmp_path / "gate.html").is_file()
 
 
 def test_dockerfile_uses_existing_files():

@@ -108,6 +108,6 @@ def test_the_table_names_both_sides_and_says_likely_below_three_rounds(tmp_path,
     assert re.match(r"0\.80 \(", rows["unsloth"][3])
     assert "One card (NVIDIA H200, GPU-1111-2), one commit (aaaaaaaa)" in RECORDS["published"](sitting.out)
     assert RECORDS["latest"](tmp_path) is None, "rows of the headline are missing"
-    text = " ".join(report(Request((sitting.out,))).split())
+    text = " ".join(report(Request((sitting.out,))).text.split())
     assert "two to three rounds, one card, one commit." in text
     assert len(re.findall(r"at batch 4", text.partition("# recipe")[2].partition("Median")[0])) == 3, "a row per recipe"

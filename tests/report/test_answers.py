@@ -176,6 +176,6 @@ def test_mock_runs_can_be_reported(tmp_path, ftbench):
 def test_recipe_is_not_compared_with_itself_over_more_samples(tmp_path):
     for samples in (40, 264):
         make_run(tmp_path, f"n{samples}", steps(seed=samples), spec={"dataset.samples": samples})
-    first = report(Request([tmp_path], "html"))
+    first = report(Request([tmp_path], "html")).text
     assert "(samples 264)" in first, "rows have distinct names"
     assert "plain is the only recipe" in first.partition("<title>")[2].partition("</title>")[0]

@@ -36,7 +36,7 @@ DESKTOP, PHONE, PAPER = (1400, 900), (390, 844), (794, 1123)
 def page_file(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     path = folder / "report.html"
-    path.write_text(report(Request([study(folder / "runs")], "html")), "utf-8")
+    path.write_text(report(Request([study(folder / "runs")], "html")).text, "utf-8")
     return path
 
 
@@ -60,7 +60,7 @@ def crowded(tmp_path_factory) -> Path:
              name="a-name-of-an-experiment-that-somebody-chose")  # fmt: skip
     made(folder / "runs", "lora", 4, model="Qwen/Qwen3-0.6B", steps=12)
     path = folder / "report.html"
-    path.write_text(report(Request([folder / "runs"], "html")), "utf-8")
+    path.write_text(report(Request([folder / "runs"], "html")).text, "utf-8")
     return path
 
 
@@ -83,7 +83,7 @@ def diverse(tmp_path_factory) -> Path:
         rundir.write_json(run.spec_json, spec)
         run.summary.unlink()
     path = folder / "report.html"
-    path.write_text(report(Request([folder / "runs"], "html")), "utf-8")
+    path.write_text(report(Request([folder / "runs"], "html")).text, "utf-8")
     return path
 
 
@@ -136,7 +136,7 @@ def test_comparison_with_all_columns_fits_on_paper(opened, tmp_path):
     """Chromium shrinks content that is wider than the paper."""
     printed = 688  # pixels between the margins of A4
     page_file = tmp_path / "report.html"
-    page_file.write_text(report(Request([RESULTS / "headline/full"], "html", "recipe")), "utf-8")
+    page_file.write_text(report(Request([RESULTS / "headline/full"], "html", "recipe")).text, "utf-8")
     with opened((printed, 1000), file=page_file) as page:
         page.emulate_media(media="print")
         lay_out(page)
@@ -171,7 +171,7 @@ def test_wide_table_scrolls_in_its_box(opened):
 def test_answer_chart_and_table_are_above_the_fold(opened, size, tmp_path):
     """A reader sees the answer, the chart and the first rows of the table without scrolling."""
     file = tmp_path / "report.html"
-    file.write_text(report(Request([RESULTS / "headline/full"], "html")), "utf-8")
+    file.write_text(report(Request([RESULTS / "headline/full"], "html")).text, "utf-8")
     with opened(size, file=file) as page:
         assert page.inner_text("h1") == "fastest-fp8 is the fastest of 7 recipes: 24,762 tokens/s"
         ends = "(each) => each.getBoundingClientRect().bottom"

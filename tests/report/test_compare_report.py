@@ -272,6 +272,7 @@ def test_recipes_are_compared_with_plain(tmp_path):
         (["--baseline", "lora"], "needs an axis"),
         (["--rows", "merged"], "--rows merged: allowed are auto, each, merge"),
         (["--hours", "-1"], "--hours -1: give a number of hours above 0"),
+        (["--fail-above", "5%"], "--fail-above needs --against"),
         (["--compare", "method", "--format", "jsn"], "did you mean json?"),
     ],
 )  # fmt: skip
@@ -619,7 +620,7 @@ def test_an_unknown_axis_raises(tmp_path):
 
 
 def test_unsloth_is_a_separate_recipe():
-    found = json.loads(report(Request([Path("results/h200/recipes/full")], "json", compare="recipe")))
+    found = json.loads(report(Request([Path("results/h200/recipes/full")], "json", compare="recipe")).text)
     rows = {row["value"]: row for row in found["comparison"]["records"]}
     assert {"plain", "fastest", "small", "unsloth 16-bit + padded", "unsloth 4-bit + padded"} <= set(rows)
     assert rows["unsloth 16-bit + padded"]["baseline_run_ids"] == rows["plain"]["run_ids"]

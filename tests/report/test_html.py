@@ -59,7 +59,7 @@ class Page(HTMLParser):
 def text(tmp_path_factory) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MY_TOKEN", SECRET)
-        return report(Request([study(tmp_path_factory.mktemp("runs"))], "html"))
+        return report(Request([study(tmp_path_factory.mktemp("runs"))], "html")).text
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_policy_allows_only_the_script(page):
 
 
 def test_page_of_all_committed_runs_is_small():
-    text = report(Request([COMMITTED], "html"))
+    text = report(Request([COMMITTED], "html")).text
     runs = text.count("<tr id=")
     assert runs > 150
     assert len(text.encode()) < 3_000 * runs
@@ -136,7 +136,7 @@ def test_models_are_not_ranked_together(tmp_path):
     made(tmp_path, "lora", 1, model="Qwen/Qwen3-0.6B", speed=0.01)
     made(tmp_path, "lora", 4)
     made(tmp_path, "qlora", 4, speed=0.8)
-    page = Page(report(Request([tmp_path], "html")))
+    page = Page(report(Request([tmp_path], "html")).text)
     words = " ".join(" ".join(page.words).split())
     assert re.search(r"Left out: 1 run of other models\. .* Other comparisons Qwen3-0.6B", words)
     assert [attributes.get("class") for tag, attributes in page.tags if tag == "div"].count("bar") == 2
@@ -145,7 +145,7 @@ def test_models_are_not_ranked_together(tmp_path):
 def test_bars_link_to_their_runs(tmp_path):
     made(tmp_path, "lora", 4, peak=60)
     made(tmp_path, "qlora", 4, peak=9, speed=0.9)
-    page = Page(report(Request([tmp_path], "html")))
+    page = Page(report(Request([tmp_path], "html")).text)
     links = [
         attributes for tag, attributes in page.tags if tag == "a" and "evidence" in (attributes.get("class") or "")
     ]
@@ -156,7 +156,7 @@ def test_bars_link_to_their_runs(tmp_path):
 def test_loss_is_drawn_only_if_a_model_learned(tmp_path, learned):
     rows = made_steps(loss=lambda step: 3.0 - step / 20 if learned else 12.7 + 0.05 * (step % 3))
     make_run(tmp_path, "a", rows)
-    text = report(Request([tmp_path], "html"))
+    text = report(Request([tmp_path], "html")).text
     assert ('<path class="line"' in text) is learned
 
 
@@ -181,7 +181,7 @@ def test_style_sheet_has_no_broken_rules():
 def test_different_numbers_of_gpus_are_not_compared(tmp_path):
     make_run(tmp_path, "one", made_steps(seconds=1.0))
     make_run(tmp_path, "two", made_steps(seconds=0.9), spec={"launch.gpus": 2, "launch.strategy": "ddp"})
-    words = " ".join(" ".join(Page(report(Request([tmp_path], "html"))).words).split())
+    words = " ".join(" ".join(Page(report(Request([tmp_path], "html")).text).words).split())
     assert "is the only recipe" in words
     assert "1 run on another number of GPUs" in words
 

@@ -87,5 +87,5 @@ def test_page_of_many_specs_reads_few_steps(tmp_path, monkeypatch):
         rundir.write_json(made_run.spec_json, spec)
     read, read_columns = [], pairs.read_columns
     monkeypatch.setattr(pairs, "read_columns", lambda *given: read.append(given) or read_columns(*given))
-    assert "30 runs" in report(Request([tmp_path], "html"))
+    assert "30 runs" in report(Request([tmp_path], "html")).text
     assert len(read) < 45

@@ -72,7 +72,7 @@ def test_edited_data_files_are_not_repeats(tmp_path, ftbench):
 
 @pytest.mark.parametrize("folder", ["", "recipes", "qwen3-8b-frontier", "grid"])
 def test_rows_of_committed_runs_have_unique_names(folder):
-    document = json.loads(report(Request([RESULTS / folder], "json", answers=True)))
+    document = json.loads(report(Request([RESULTS / folder], "json", answers=True)).text)
     for section in {"night", "energy"} & document.keys():
         names = Counter(
             (row["model"], row["gpu"], row["data"], row["name"]) for row in document[section]["records"]
@@ -117,7 +117,7 @@ def test_samples_and_tokens_give_the_same_ratio(tmp_path):
     faster = pair_of("optimizations", packed, plain).speed.value
     assert faster == pytest.approx(4, rel=0.01)
     assert packed.figure("samples_per_s") / plain.figure("samples_per_s") == pytest.approx(faster)
-    document = json.loads(report(Request([tmp_path], "json", hours=8)))
+    document = json.loads(report(Request([tmp_path], "json", hours=8)).text)
     night = {row["run_ids"]: row for row in document["night"]["records"]}
     assert night["packed"]["samples_per_hour"] / night["plain"]["samples_per_hour"] == pytest.approx(faster)
     assert night["packed"]["real_tokens"] / night["packed"]["samples"] == pytest.approx(2048)

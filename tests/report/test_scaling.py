@@ -50,7 +50,7 @@ def out(tmp_path_factory):
 
 
 def told(out: Path, **request):
-    return json.loads(report(Request([out / "made"], format="json", **request)))
+    return json.loads(report(Request([out / "made"], format="json", **request)).text)
 
 
 def test_weak_and_strong_efficiency_are_relative_to_one_gpu(out):
@@ -103,7 +103,7 @@ def test_malformed_ranks_keep_the_row(out, tmp_path, ranks):
     run = on(tmp_path, "two", 2, "ddp", 1.0)
     written = rundir.read_json(run.summary)
     rundir.write_json(run.summary, written | {"ranks": written["ranks"] | ranks})
-    assert report(Request([tmp_path / "made"], answers=True))
+    assert report(Request([tmp_path / "made"], answers=True)).text
 
 
 def test_mfu_is_relative_to_all_gpus(out):

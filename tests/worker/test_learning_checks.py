@@ -129,5 +129,5 @@ def test_damaged_runs_enter_no_answer(train_here, tmp_path):
 
     train_here()
     train_here(measure={"control": "layer_frozen"})
-    told = json.loads(build.report(build.Request([tmp_path], "json", answers=True)))
+    told = json.loads(build.report(build.Request([tmp_path], "json", answers=True)).text)
     assert told["answer"]["left_out"]["control"] == 1

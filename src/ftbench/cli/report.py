@@ -44,6 +44,8 @@ def report(
     baseline: Annotated[str | None, of(ADVANCED, "with --compare: value of the axis that is the baseline")] = None,
     rows: Annotated[str, of(ADVANCED, "each: one row per run; merge: one row per spec and GPU")] = "auto",
     hours: Annotated[float | None, of(ADVANCED, "with --answers or --prices: length of a night in hours (8)")] = None,
+    against: Annotated[Path | None, of(ADVANCED, "earlier runs to compare with; exit code 1 on regression")] = None,
+    fail_above: Annotated[str | None, of(ADVANCED, "with --against: largest allowed regression (5%)")] = None,
 ) -> None:
     """Compare runs in one table. `--compare gpu|method|batch|optimization|recipe|KEY` compares along one axis."""
     from ftbench.core.table import show_in_full
@@ -54,9 +56,11 @@ def report(
 
     request = build.Request(
         paths, formats.format_of(output) if format is None else format, compare, baseline, rows, answers,
-        hours, prices, where or [], sort,
+        hours, against, fail_above, prices, where or [], sort,
     )  # fmt: skip
-    write_result(build.report(request), output)
+    answer = build.report(request)
+    write_result(answer.text, output)
+    raise typer.Exit(1 if answer.regressed else 0)
 
 
 @command()

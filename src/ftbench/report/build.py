@@ -37,6 +37,8 @@ class Request:
     repeats: str = "auto"
     answers: bool = False
     hours: float | None = None
+    against: Path | None = None
+    fail_above: str | None = None
     prices: Path | None = None
     where: Sequence[str] = ()
     sort: str | None = None
@@ -45,23 +47,38 @@ class Request:
     def every_answer(self) -> bool:
         return self.answers or self.hours is not None or self.format == "html"
 
+    @property
+    def any_measured(self) -> bool:
+        """Whether a requested section needs speeds."""
+        return self.every_answer or bool(self.compare is not None or self.prices)
 
-def report(request: Request) -> str:
-    """Read the runs, and return the report as text. Raise SpecError for invalid options."""
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The text of a report, and whether `--against` found a regression."""
+
+    text: str
+    regressed: bool = False
+
+
+def report(request: Request) -> Rendered:
+    """Read the runs and render the report. Raise SpecError for invalid options."""
     _check(request)
     records = select.matching(collect(request.paths), request.where)
+    if request.against is not None:
+        return _gate(request, records, request.against)
     prices = _prices(request, records)
     runs = runs_of(records)
     sections = _sections(request, runs, prices)
     if request.compare is not None and request.format != "html":
-        return formats.render(Report((), sections=sections, runs=False), request.format)
+        return Rendered(formats.render(Report((), sections=sections, runs=False), request.format))
     shown, axes = groups.with_axes(groups.merge_repeats(runs) if _merges(request) else runs)
     if prices:
         from ftbench.report.sections import cost
 
         shown = cost.with_costs(shown, prices, request.hours or NIGHT_H)
     shown = select.arranged(shown, request.sort)
-    return formats.render(Report(shown, axes, sections, request.compare is None), request.format)
+    return Rendered(formats.render(Report(shown, axes, sections, request.compare is None), request.format))
 
 
 def _merges(request: Request) -> bool:
@@ -79,10 +96,19 @@ def _prices(request: Request, records: Sequence[Record]) -> Prices | None:
     return load_prices(request.prices, {record["gpu"] for record in records if isinstance(record["gpu"], str)})
 
 
+def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Rendered:
+    from ftbench.report.compare import gate
+
+    limit = gate.limit_of("5%" if request.fail_above is None else request.fail_above)
+    section, regressed = gate.gate(records, select.matching(collect([earlier]), request.where), limit)
+    text = formats.render(Report(records, sections=[section], runs=False), request.format)
+    return Rendered(text, bool(regressed))
+
+
 def _sections(request: Request, runs: Sequence[Run], prices: Prices | None) -> list[Section]:
     """Return the answer and the sections that the options request."""
     parts = answer.sections(cells_of(runs), full=request.every_answer)
-    if not (request.every_answer or request.prices or request.compare is not None):
+    if not request.any_measured:
         return parts
     measured = [run for run in runs if not any(text.startswith(_NOT_TIMED) for text in run.record["warnings"])]
     if request.compare is not None:
@@ -115,8 +141,15 @@ def _check(request: Request) -> None:
         problems.append(f"--rows {request.repeats}: allowed are {', '.join(_REPEATS)}")
     if request.compare is None and request.baseline is not None:
         problems.append("--baseline needs an axis: add for example --compare method")
-    if request.compare is not None and request.sort:
-        problems.append("--sort applies to the table of runs: remove --compare")
+    if (request.compare is not None or request.against is not None) and request.sort:
+        problems.append("--sort applies to the table of runs: remove --compare or --against")
+    if request.against is None and request.fail_above is not None:
+        problems.append("--fail-above needs --against with the folder of the earlier runs")
+    others = {"--compare": request.compare, "--answers": request.answers, "--prices": request.prices,
+              "--hours": request.hours, "--rows": request.repeats not in ("auto", "each")}  # fmt: skip
+    given = " and ".join(name for name, value in others.items() if value)
+    if request.against is not None and given:
+        problems.append(f"--against cannot be combined with {given}: leave it out")
     if request.hours is not None and not 0 < request.hours < 24 * 366:
         problems.append(f"--hours {request.hours:g}: give a number of hours above 0, for example 8")
     if problems:
