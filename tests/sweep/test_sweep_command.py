@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -448,9 +449,10 @@ def test_impossible_cells_are_listed_and_the_others_run(tmp_path, precision, wor
     assert "method=qlora optimizations.fp8=tensorwise" in night.table().partition("## Impossible")[2]
 
 
-def test_unknown_cluster_is_refused(ftbench, tmp_path):
-    code, _, err = ftbench("sweep", write_sweep(tmp_path, BATCHES), "--out", tmp_path / "out", "--on", "k8s")
-    assert (code, "--on k8s: allowed are slurm and slurm:FILE" in err) == (2, True)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_ray_that_is_not_installed_is_reported(ftbench, tmp_path):
+    code, _, err = ftbench("sweep", write_sweep(tmp_path, BATCHES), "--out", tmp_path / "out", "--on", "ray")
+    assert (code, "pip install" in err) == (3, True)
 
 
 # --- real training ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import random
 import runpy
 import subprocess
@@ -17,6 +18,7 @@ from waiting import LIMIT_S
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "kills"
 KILLS = runpy.run_path(str(SCRIPT))
+RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: ftbench[ray]")
 
 
 def rows(folder: Folder) -> list[dict[str, str]]:
@@ -43,8 +45,7 @@ def test_kills_lose_and_repeat_no_finished_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slurm
-@SKIP
-def test_kills_on_a_cluster():
-    ended = subprocess.run([sys.executable, SCRIPT, "--only", "slurm", "--kills", "1"], capture_output=True, text=True)
+@pytest.mark.parametrize("on", [pytest.param("ray", marks=RAY), pytest.param("slurm", marks=[pytest.mark.slurm, SKIP])])
+def test_kills_on_a_cluster(on):
+    ended = subprocess.run([sys.executable, SCRIPT, "--only", on, "--kills", "1"], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ftbench.sweep.sweep import Ready
 
 Gpus = Annotated[str | None, of(CLUSTER, "run one cell at a time on each of these GPUs", "--gpu-ids", metavar="0,1")]
-On = Annotated[str | None, of(CLUSTER, "a cluster: slurm (with slurm.yaml), or slurm:FILE", metavar="slurm")]
+On = Annotated[str | None, of(CLUSTER, "a cluster: slurm (with slurm.yaml), ray or ray://host:port", metavar="slurm")]
 
 
 @command()

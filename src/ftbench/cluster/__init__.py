@@ -1,4 +1,4 @@
-"""Sweeps on Slurm, and runs on several nodes. The rest of ftbench works without this package."""
+"""Sweeps on Slurm and Ray, and runs on several nodes. The rest of ftbench works without this package."""
 
 from pathlib import Path
 

@@ -22,17 +22,18 @@ from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
-from ftbench.cluster import SETTINGS, SlurmSettings, load_settings
+from ftbench.cluster import SETTINGS, SlurmSettings, load_settings, remote
 from ftbench.core.processes import run_program
 from ftbench.errors import FtbenchError, MissingError, SpecError
-from ftbench.launch import process, runner
+from ftbench.launch import runner
+from ftbench.launch.process import last_line
 from ftbench.launch.process_tree import die_with_parent
 from ftbench.launch.progress import Progress
 from ftbench.launch.runner import FinishedRun, Order
 from ftbench.spec.experiment import Experiment
-from ftbench.store import rundir, summary
+from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
-from ftbench.sweep.gpu_slots import LocalSlot, RunControl
+from ftbench.sweep.gpu_slots import RunControl
 from ftbench.sweep.output.status import UNFINISHED, unfinished
 from ftbench.sweep.plan.base import Job, read_standing
 
@@ -78,7 +79,7 @@ def _describe_node(
     if "described" in outcome:
         rundir.write_json(file, {"key": key, "described": outcome["described"]})
         return dict(outcome["described"])
-    if reason := outcome.get("error") or process.last_line(job / LOG):
+    if reason := outcome.get("error") or last_line(job / LOG):
         raise MissingError(f"--on slurm: a node cannot run ftbench: {reason}")
     raise MissingError(
         f"--on slurm: the job that describes a node wrote nothing to {folder}: --out must be on a disk that this "
@@ -129,7 +130,7 @@ def _require_accepted(folder: Path, sbatch: subprocess.Popen[str]) -> str:
     assert sbatch.stdout is not None
     if number := sbatch.stdout.read().strip().partition(";")[0]:
         return number
-    reason = process.last_line(folder / ERRORS).removeprefix("sbatch: error: ")
+    reason = last_line(folder / ERRORS).removeprefix("sbatch: error: ")
     if any(text in reason for text in _AWAY):
         raise _AwayError(f"--on slurm: {reason}")
     raise SpecError(f"--on slurm: sbatch refuses the job: {reason}")
@@ -168,7 +169,7 @@ class SlurmSlot:
         """Submit a job and wait for the result. If the controller is not reachable, submit the job again later."""
         run = job.run
         if run.path.exists() and run.run_id not in self.earlier:  # an earlier job finished it
-            return _finished(run)
+            return remote.finished(run)
         if run.path.exists():
             rundir.archive(run)
         self.earlier.add(run.run_id)
@@ -185,7 +186,7 @@ class SlurmSlot:
                 if time.monotonic() > end or control.stops_within(_RETRY_S):
                     raise
             except _StoppedError:
-                return _recorded(run, "interrupted", "interrupted by a signal, or the sweep's time budget ran out")
+                return remote.record(run, "interrupted", "interrupted by a signal, or the sweep's time budget ran out")
             finally:
                 self.trains = False
 
@@ -202,7 +203,7 @@ class SlurmSlot:
             if late or control.stops_within(_POLL_S):
                 raise _StoppedError
         if run.state.exists():
-            return _finished(run)
+            return remote.finished(run)
         return _without_result(run, folder, _require_accepted(folder, sbatch))
 
 
@@ -218,30 +219,13 @@ def _without_result(run: RunDir, folder: Path, number: str) -> FinishedRun:
         shown = run_program(["scontrol", "show", "job", number, "-o"], _ANSWER_S).stdout
     state, name = shown.partition("JobState=")[2].partition(" ")[0] or "UNKNOWN", f"Slurm job {number}"
     if state == "TIMEOUT":
-        return _recorded(run, "timeout", f"{name}: time limit reached; raise `time` in {SETTINGS}")
+        return remote.record(run, "timeout", f"{name}: time limit reached; raise `time` in {SETTINGS}")
     if state == "OUT_OF_MEMORY":
         reason = f"{name}: out of host memory; raise --mem in the options of {SETTINGS}"
-        return _recorded(run, "oom", reason, oom={"kind": "kernel"})
-    line = process.last_line(folder / LOG)
+        return remote.record(run, "oom", reason, oom={"kind": "kernel"})
+    line = last_line(folder / LOG)
     reason = f"{name} ended without a result ({state}){f': {line}' if line else ''}"
-    return _recorded(run, "error", reason, signal=int(SIGTERM))  # the plan retries it
-
-
-def _recorded(run: RunDir, state: str, reason: str, **more: Any) -> FinishedRun:
-    """Write state.json, unless the run already has a final state. Return the summary and exit code of the run."""
-    with suppress(FileExistsError):
-        rundir.create_at(run.path)
-    if not rundir.read_json(run.state).get("ended_at"):
-        document = {"schema": rundir.SCHEMA, "state": state, "reason": reason, "ended_at": rundir.now(), **more}
-        rundir.write_json(run.state, document)
-        run.reserve.unlink(missing_ok=True)
-    return _finished(run)
-
-
-def _finished(run: RunDir) -> FinishedRun:
-    """Return the result of a run that has ended: its summary and exit code."""
-    summarised = summary.summarise(run)
-    return FinishedRun(run, summarised, 0 if summarised.state == "ok" else FtbenchError.exit_code)
+    return remote.record(run, "error", reason, signal=int(SIGTERM))  # the plan retries it
 
 
 # --- on the node -----------------------------------------------------------------------------------------------------
@@ -252,8 +236,7 @@ def main(folder: Path) -> int:
     order = rundir.read_json(folder / ORDER)
     try:
         if "describe" in order:
-            described = runner.describe(Experiment.model_validate(order["describe"]))
-            rundir.write_json(folder / OUTCOME, {"described": described})
+            rundir.write_json(folder / OUTCOME, {"described": remote.describe(order["describe"])})
             return 0
         return _train(folder, order)
     except FtbenchError as error:
@@ -269,16 +252,9 @@ def _train(folder: Path, order: dict[str, Any]) -> int:
         return 0
     if own.path.exists():  # left by an attempt that was requeued
         rundir.archive(own, destination)
-    spec, gpu = Experiment.model_validate(order["spec"]), order["gpu"]
-    if (name := runner.gpu_name(runner.describe(spec))) != gpu:
-        raise MissingError(
-            f"this node has {name or 'no GPU'}, but the sweep uses {gpu or 'none'}: request one kind of GPU (gres, or "
-            "options: [--constraint=…])"
-        )
+    spec = Experiment.model_validate(order["spec"])
     request = Order(spec, order["source"].encode(), order["sets"], folder.parents[2])
-    with process.signals() as stop_pipe:
-        control = RunControl(stop_pipe, None, lambda text: None)
-        result = LocalSlot("GPU", shared=order["shared"]).train(rundir.create_at(own.path), request, control)
+    result = remote.train(own.path, request, order["gpu"], order["shared"])
     if read_standing(own).done and not read_standing(own).killed:
         with suppress(OSError):  # the destination already has the run
             os.rename(own.path, destination.path)

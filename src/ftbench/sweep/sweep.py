@@ -1,7 +1,9 @@
 """`ftbench sweep`: plan the jobs of a command line, find the GPUs, and run the jobs."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,11 +118,13 @@ def _slots(
     if request.on is None:
         slots = local_slots(request.gpus, mock=spec.launch.mock != "off")
         return slots, runner.describe(spec, slots[0].visible)
-    if request.on.partition(":")[0] != "slurm":
-        raise SpecError(f"--on {request.on}: allowed are slurm and slurm:FILE")
-    from ftbench.cluster import slurm
+    if request.on.partition(":")[0] == "slurm":
+        from ftbench.cluster import slurm
 
-    return slurm.slots(request.on, spec, request.spec, folder, notify)
+        return slurm.slots(request.on, spec, request.spec, folder, notify)
+    from ftbench.cluster import ray
+
+    return ray.slots(request.on, spec)
 
 
 class _Planner:
@@ -178,7 +182,8 @@ def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:
     if ready.unpublished or len(skipped) == len(plan.standings) > 0:
         raise MissingError(ready.unpublished or "\n".join(dict.fromkeys(map(str, skipped))))
     deadline = None if budget is None else time.monotonic() + budget
-    with locked(folder), LiveView(log_every_s) as view:
+    # Ray prints to stdout, which is reserved for the result.
+    with locked(folder), LiveView(log_every_s) as view, redirect_stdout(sys.stderr):
         tables = ready.tables(plan, ready.impossible)
         view.event(f"{folder}: {status.counted(plan.standings.values(), None) or 'searching'}")
         for cell, reason in ready.impossible:
