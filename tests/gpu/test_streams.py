@@ -109,7 +109,9 @@ def test_states_that_wait_in_host_memory_are_those_that_do_not(kind):
     assert states.bytes >= 5 * 2 * 512 * 512
 
 
-def test_replays_of_a_step_are_steps():
+@pytest.mark.parametrize("ddp", [False, True])
+def test_replays_of_a_step_are_steps(ddp):
+    from ftbench.worker import parallel
     from ftbench.worker.optimizations.cuda_graph import GraphedStep
 
     def train(model, batch, tokens):
@@ -122,6 +124,14 @@ def test_replays_of_a_step_are_steps():
     layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)) for _ in "ab"]
     layers[1].load_state_dict(layers[0].state_dict())
     models = [model.cuda() for model in layers]
+    if ddp:
+        torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        accelerator = SimpleNamespace(
+            ddp_handler=SimpleNamespace(), prepare_model=torch.nn.parallel.DistributedDataParallel
+        )
+        graphed = SimpleNamespace(optimizations=SimpleNamespace(cuda_graph=True))
+        parallel.load("ddp").attach(SimpleNamespace(accelerator=accelerator), graphed)
+        models[0] = accelerator.prepare_model(models[0])
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, fused=True) for model in models]
     for number in range(5):
         batch, tokens = {"x": torch.randn(32, 64, device="cuda")}, torch.tensor(10.0 + number, device="cuda")
@@ -131,6 +141,8 @@ def test_replays_of_a_step_are_steps():
             optimizer.step()
             optimizer.zero_grad()
         rows.append(torch.stack([*losses, *norms]).tolist())
+    if ddp:
+        torch.distributed.destroy_process_group()
     assert step.replays == 5
     for ours, plain, our_norm, norm in rows:
         assert (ours, our_norm) == pytest.approx((plain, norm), rel=1e-5)

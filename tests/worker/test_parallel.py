@@ -56,7 +56,7 @@ def test_unsupported_model_is_an_error_with_a_fix(strategy, shape, sentence):
 
 def test_ddp_does_not_copy_gradients_back(one_rank):
     handler = DistributedDataParallelKwargs()
-    parallel.load("ddp").attach(SimpleNamespace(accelerator=SimpleNamespace(ddp_handler=handler)), None)
+    parallel.load("ddp").attach(SimpleNamespace(accelerator=SimpleNamespace(ddp_handler=handler)), spec_of())
     model = DistributedDataParallel(torch.nn.Linear(4, 4), **handler.to_kwargs())
     model(torch.ones(2, 4)).sum().backward()
     assert model._get_ddp_logging_data()["gradient_as_bucket_view"] == 1

@@ -63,14 +63,16 @@ def repeats(runs: Iterable[Run], axis: str = "") -> list[list[Run]]:
     A run that ended before tokenization counts as a repeat of the first tokenized run of its spec.
     """
     same = (axis, LIMIT, CARD, COMMIT)
-    keyed = []
-    for run in runs:
-        spec = None if IMPORTED in run.spec else frozenset(run.spec.items())
-        identity = (spec or run.record["path"], run.record.get("gpu") or CPU, run.ran.get(REWARD))  # no repeats of logs
-        keyed.append(((*identity, *map(run.ran.get, same)), run.ran.get(DATA), run))
+    keyed = [((identity(run), *map(run.ran.get, same)), run.ran.get(DATA), run) for run in runs]
     first = {spec: data for spec, data, _ in reversed(keyed) if data}
     groups = grouped_by(keyed, lambda each: (each[0], each[1] or first.get(each[0])))
     return [[run for _, _, run in group] for group in groups.values()]
+
+
+def identity(run: Run) -> Any:
+    """Return a key that is equal for runs of the same spec on the same kind of GPU. Imported runs have unique keys."""
+    spec = None if IMPORTED in run.spec else frozenset(run.spec.items())
+    return spec or run.record["path"], run.record.get("gpu") or CPU, run.ran.get(REWARD)
 
 
 def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:

@@ -21,8 +21,22 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Make gradients views of DDP's buckets, so that DDP does not copy gradients back."""
+    """Make gradients views of DDP's buckets, so that DDP does not copy gradients back. With a CUDA graph, wrap the
+    model on a new stream: autograd writes gradients on this stream, and a graph cannot use the default stream."""
     trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
+    if not spec.optimizations.cuda_graph:
+        return
+    wrap = trainer.accelerator.prepare_model
+
+    def wrap_on_new_stream(*args: Any, **kwargs: Any) -> Any:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            model = wrap(*args, **kwargs)
+        torch.cuda.current_stream().wait_stream(stream)
+        return model
+
+    trainer.accelerator.prepare_model = wrap_on_new_stream
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
