@@ -93,6 +93,11 @@ def test_explicit_kernels_stay_on(write):
     assert (resolved.triton_kernels, resolved.fp8) == (True, "tensorwise-delayed")
 
 
+def test_full_training_in_8_bits_needs_16_bit_weights(write):
+    with pytest.raises(SpecError, match="with method full trains 16-bit weights"):
+        load(write(MODEL), ["recipe=fastest-full-fp8", "model.dtype=float32"])
+
+
 def test_recipe_is_merged_between_base_and_file(write):
     write("train: {batch_size: 2, optimizer: sgd}\noptimizations: {liger: on}\n", "base.yaml")
     spec = load(write(f"extends: base.yaml\nrecipe: fastest\n{MODEL}optimizations: {{compile: off}}\n"))

@@ -331,7 +331,8 @@ def test_full_training_in_8_bits_learns_like_16(train_here):
     pytest.importorskip("torchao")
     curves, facts = [], []
     for value in ("off", "tensorwise"):
-        run = train_here(method={"name": "full"}, optimizations={"fp8": value}, train={"precision": "bf16"})
+        sections = {"method": {"name": "full"}, "model": {"dtype": "bfloat16"}, "train": {"precision": "bf16"}}
+        run = train_here(**sections, optimizations={"fp8": value})
         curves.append([row.loss for row in read_steps(run.steps)[0] if row.phase == "train"])
         facts.append(read_json(run.applied))
     assert [each["product_precision"] for each in facts] == ["bf16", "fp8"]

@@ -57,6 +57,8 @@ def _fp8(spec: Experiment) -> Iterator[str]:
         yield f"optimizations.fp8 needs 16-bit base weights and method {spec.method.name} stores 4-bit ones: use lora"
     if spec.method.name == "full" and spec.optimizations.fp8 == DELAYED:
         yield f"optimizations.fp8 {DELAYED} supports only frozen layers, and method full has none: use tensorwise-fast"
+    if spec.method.name == "full" and spec.model.dtype == "float32":
+        yield "optimizations.fp8 with method full trains 16-bit weights: set model.dtype to bfloat16"
     if spec.train.precision not in ("auto", "bf16"):
         yield f"optimizations.fp8 needs train.precision bf16, not {spec.train.precision}"
     if spec.launch.sharded:
