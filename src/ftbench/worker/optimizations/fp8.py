@@ -79,14 +79,16 @@ def _trained_layer() -> Any:
     return TrainedFp8Linear
 
 
-def _trained(base: torch.nn.Linear, recipe: str) -> torch.nn.Module:
-    """Return a layer that trains the 16-bit weight of `base` with 8-bit products."""
-    from torchao.float8 import Float8GemmConfig, Float8LinearConfig
+def convert_trained(model: torch.nn.Module, names: set[str], recipe: str) -> None:
+    """Replace the named linear layers by layers that train the same 16-bit weights with 8-bit products."""
+    from torchao.float8 import Float8GemmConfig, Float8LinearConfig, convert_to_float8_training
 
     back = Float8GemmConfig(use_fast_accum=recipe in FAST)
     config = Float8LinearConfig(gemm_config_grad_input=back, gemm_config_grad_weight=back)
-    made: torch.nn.Module = _trained_layer().from_float(base, config=config)
-    return made
+    # since torchao 0.18, this function also avoids a bug of Triton that writes NaN (triton-lang/triton issue 11111)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in names)
+    for name in names:
+        model.get_submodule(name).__class__ = _trained_layer()
 
 
 def wanted(model: Any) -> list[str]:
@@ -136,8 +138,8 @@ def apply(model: Any, spec: Experiment) -> None:
     recipe = spec.optimizations.fp8
     names = wanted(model)
     frozen = [name for name in names if not _is_trained(model.get_submodule(name))]
-    for name in {*names} - {*frozen}:
-        _replace(model, name, _trained(model.get_submodule(name), recipe))
+    if trained := {*names} - {*frozen}:
+        convert_trained(model, trained, recipe)
     groups = grouped_by(frozen, siblings)  # layers with the same input share a scale (see `join`)
     for names in groups.values():  # names, because references to modules would keep all 16-bit weights in memory
         largest = torch.stack([model.get_submodule(name).weight.abs().amax() for name in names]).amax()
