@@ -349,23 +349,23 @@ def test_gpus_are_found_by_common_names(file: Path) -> None:
 
 def test_a_run_that_does_not_fit_is_reported_before_it_starts(tmp_path: Path) -> None:
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
-    assert api.memory_problem(spec(train={"batch_size": 4}), gpu, tmp_path) is None
-    told = api.memory_problem(spec(train={"batch_size": 16}), gpu, tmp_path)
+    assert api.problem(spec(train={"batch_size": 4}), {"gpus": [gpu]}, tmp_path) is None
+    told = api.problem(spec(train={"batch_size": 16}), {"gpus": [gpu]}, tmp_path)
     assert told is not None
     assert "train.batch_size=7" in told
-    assert api.memory_problem(spec(train={"batch_size": 16}), None, tmp_path) is None
-    assert api.memory_problem(spec(train={"batch_size": 16}, launch={"mock": "ok"}), gpu, tmp_path) is None
+    assert api.problem(spec(train={"batch_size": 16}), {}, tmp_path) is None
+    assert api.problem(spec(train={"batch_size": 16}, launch={"mock": "ok"}), {"gpus": [gpu]}, tmp_path) is None
     assert api.first_trial(spec(), gpu, tmp_path, 4096) in (7, 8)
 
 
 def test_run_and_sweep_use_the_probes_of_their_folder(tmp_path: Path) -> None:
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
     batch_7 = spec(train={"batch_size": 7})
-    assert api.memory_problem(batch_7, gpu, tmp_path) is None
+    assert api.problem(batch_7, {"gpus": [gpu]}, tmp_path) is None
     (tmp_path / "probe").mkdir()
     document = {"machine": {"gpus": [gpu]}, "device": {"kind": "cuda"}, "capacity": {"total_gb": 100.0}}
     (tmp_path / "probe" / "a.json").write_text(json.dumps(document))  # others hold the rest of the card
-    told = str(api.memory_problem(batch_7, gpu, tmp_path))
+    told = str(api.problem(batch_7, {"gpus": [gpu]}, tmp_path))
     assert "100.0 for a process" in told
     assert "train.batch_size=5 would fit" in told
     assert api.first_trial(spec(), gpu, tmp_path, 4096) == 5

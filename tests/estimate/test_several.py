@@ -18,7 +18,7 @@ from ftbench.core.hardware import find_gpu, gpus
 from ftbench.core.rows import StepRow
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
-from ftbench.estimate.api import memory_problem
+from ftbench.estimate.api import problem
 from ftbench.estimate.estimates import EstimateRequest, estimate
 from ftbench.estimate.memory.estimate import constants, estimate_memory
 from ftbench.estimate.memory.phases import GATHERED, MemoryCase, peak, phases
@@ -304,7 +304,7 @@ def test_offloaded_states_agree_with_deepspeeds_estimators(strategy: str, offloa
     here, waiting = (estimate_memory(on_gpus(run, 2, strategy, name), gpu).host for name in ("none", offload))
     assert (waiting - here) * GIB == pytest.approx(each * N, rel=1e-3)
     machine = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
-    told = memory_problem(run, machine, Path("no store"), host_gb=64.0)
+    told = problem(run, {"gpus": [machine], "cpu": {"memory_gb": 64.0}}, Path("no store"))
     assert told is not None
     assert "this machine has 64.0" in told
     assert "launch.offload" in told

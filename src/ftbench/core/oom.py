@@ -46,11 +46,6 @@ def recognise(text: str) -> Oom | None:
     text = _OTHER.split(text)[-1]
     for kind, pattern in _PATTERNS:
         if match := re.search(pattern, text, re.DOTALL if kind == "allocator" else 0):
-            size = match.groupdict().get("size")
-            return Oom(kind, _bytes(size) if size else None)
+            number, _, unit = (match.groupdict().get("size") or "").partition(" ")
+            return Oom(kind, round(float(number) * _UNITS[unit or "bytes"]) if number else None)
     return None
-
-
-def _bytes(text: str) -> int:
-    number, _, unit = text.partition(" ")
-    return round(float(number) * _UNITS[unit or "bytes"])

@@ -100,7 +100,7 @@ def inspect_torch(environment: Mapping[str, str], limit_s: float = CHILD_S) -> t
     if importlib.util.find_spec("torch") is None:
         return {}, "torch is not installed"
     with tempfile.TemporaryDirectory() as folder:
-        _, why = process.run_module(
+        why = process.run_module(
             "ftbench.worker.device", (), {**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
             log := Path(folder, "log.txt"), limit_s, f"did not answer within {limit_s:.0f} s",
         )  # fmt: skip

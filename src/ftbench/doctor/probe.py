@@ -61,7 +61,7 @@ def _measure(scratch: Path) -> dict[str, Any]:
     path, log = scratch / "probe.json", scratch / "log.txt"
     late = f"was stopped after {LIMIT_S:.0f} s"
     environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}  # the driver's order
-    _, why = process.run_module("ftbench.worker.probe", [str(path.resolve())], environment, log, LIMIT_S, late)
+    why = process.run_module("ftbench.worker.probe", [str(path.resolve())], environment, log, LIMIT_S, late)
     document = rundir.read_json(path)
     doing = document.pop("doing", None)
     if missing := document.pop("missing", None):

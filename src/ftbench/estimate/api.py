@@ -37,11 +37,6 @@ def usable_gib(gpu: Gpu) -> float:
     return capacity(gpu).usable
 
 
-def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
-    """Return an error message if a machine has too little memory for a run, or None. `described` is a machine.json."""
-    return memory_problem(spec, first_gpu(described) or None, store, (described.get("cpu") or {}).get("memory_gb"))
-
-
 def memory_on_machine(
     spec: Experiment, gpu: dict[str, Any] | None, store: Path | None, cache: MemoryCache | None = None
 ) -> MemoryEstimate | None:
@@ -73,10 +68,9 @@ def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most:
     return largest_batch(spec, machine_gpu(gpu, store), likely=True, total=gpu["memory_gb"])
 
 
-def memory_problem(
-    spec: Experiment, gpu: dict[str, Any] | None, store: Path, host_gb: float | None = None
-) -> str | None:
-    """Return an error message if a run needs more memory than the GPU or the host (`host_gb` GiB) has, else None."""
+def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
+    """Return an error message if a machine has too little memory for a run, or None. `described` is a machine.json."""
+    gpu, host_gb = first_gpu(described) or None, (described.get("cpu") or {}).get("memory_gb")
     memory = memory_on_machine(spec, gpu, store)
     if gpu is None or memory is None:
         return None

@@ -181,11 +181,6 @@ class ModelShape:
         return sum(self.parameters.values()) + (self.vision.total if self.vision else 0)
 
     @cached_property
-    def linear_names(self) -> frozenset[str]:
-        """The names of all linear layers, such as `q_proj`. The targets of LoRA select from these names."""
-        return frozenset(linear.name for layer, _ in self.kinds for linear in layer.linears)
-
-    @cached_property
     def has_sinks(self) -> bool:
         return any(layer.sinks for layer, _ in self.kinds)
 

@@ -84,11 +84,11 @@ def run_child(
 
 def run_module(
     name: str, arguments: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float, late: str
-) -> tuple[Exit, str | None]:
+) -> str | None:
     """Run a module of ftbench in a child process, for at most `limit_s` seconds.
 
-    Return (exit, problem). `problem` is None after a success, the argument `late` after a timeout, and otherwise a
-    message with the exit code and the last line of the log. Raise KeyboardInterrupt after a signal.
+    Return None after a success, the argument `late` after a timeout, and otherwise a message with the exit code and the
+    last line of the log. Raise KeyboardInterrupt after a signal.
     """
     end = time.monotonic() + limit_s
 
@@ -100,8 +100,8 @@ def run_module(
     if ended.stop and ended.stop.state == "interrupted":
         raise KeyboardInterrupt
     if ended.stop or ended.code == 0:
-        return ended, ended.stop.reason if ended.stop else None
-    return ended, f"ended with exit code {ended.code}: {last_line(log) or 'no output'}"
+        return ended.stop.reason if ended.stop else None
+    return f"ended with exit code {ended.code}: {last_line(log) or 'no output'}"
 
 
 def last_line(log: Path) -> str:

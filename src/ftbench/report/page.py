@@ -59,11 +59,6 @@ def _code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
-def _numbers(records: Sequence[Record]) -> list[str]:
-    """Return the number of each run as text, for links. A run without a number gets its position from 1."""
-    return [number_of(record) or str(index) for index, record in enumerate(records, 1)]
-
-
 # --- the answer ------------------------------------------------------------------------------------------------------
 
 
@@ -112,11 +107,11 @@ def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Seq
     """Return one dict per run for the HTML table: number, id, state, CSS class, and (text, sort key) of each column."""
     sources = {column.heading: column.source for column in FIGURES}
     shown = []
-    for record, number, texts in zip(records, _numbers(records), rows, strict=True):
+    for index, (record, texts) in enumerate(zip(records, rows, strict=True), 1):
         values = {heading: figure(record, source) for heading, source in sources.items()}
         cells = [(text, f"{values[heading]:.9g}" if text and values.get(heading) is not None else None)
                  for heading, text in zip(headings, texts, strict=True) if heading != NUMBER]  # fmt: skip
-        state = str(record["state"])
+        number, state = number_of(record) or str(index), str(record["state"])
         row = {"number": number, "run_id": str(record["run_id"]), "state": state, "cells": cells}
         shown.append(row | {"badge": _BADGES.get(state, "weak")})
     return shown

@@ -61,12 +61,9 @@ def runs_table(records: Sequence[Record], axes: Sequence[str] = ()) -> Table:
                for name, key in zip(headings(axes), axes, strict=True)}  # fmt: skip
     columns |= varying
     columns |= {"method": [str(record["method"]) for record in records], "batch": _batches(records)} | apart
-    words = tuple(name for name, cells in varying.items() if any(map(_is_word, cells)))
+    words = tuple(name for name, cells in varying.items()
+                  if any(cell[-1:].isalpha() or len(cell) > _LONGEST_FIGURE for cell in cells))  # fmt: skip
     return table_of(columns, [*hidden, *_notes(records)], words, context)
-
-
-def _is_word(text: str) -> bool:
-    return text[-1:].isalpha() or len(text) > _LONGEST_FIGURE
 
 
 def _figures(records: Sequence[Record]) -> dict[str, list[str]]:

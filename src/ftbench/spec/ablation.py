@@ -46,20 +46,16 @@ def variants(optimizer: str, only: Sequence[str] = (), full: bool = False) -> li
         SpecError: For an unknown name in `only`.
     """
     every = [
-        _variant(key, value)
+        Variant(label(changes), key, changes)
         for key, optimization in OPTIMIZATIONS.items()
         for value in choices(key)
         if value not in optimization.not_ablated
+        for changes in [{**optimization.ablate_with.get(value, {}), f"optimizations.{key}": value}]
     ]
     if optimizer in ("adamw_torch", *OPTIMIZERS, *ROUNDED):
         names = (*OPTIMIZERS, *ROUNDED) if full else OPTIMIZERS
         every += [Variant(name, "optimizer", {OPTIMIZER: name}) for name in names]
     return _only(every, only) if only else every
-
-
-def _variant(key: str, value: Any) -> Variant:
-    changes = {**OPTIMIZATIONS[key].ablate_with.get(value, {}), f"optimizations.{key}": value}
-    return Variant(label(changes), key, changes)
 
 
 def _only(every: Sequence[Variant], names: Sequence[str]) -> list[Variant]:

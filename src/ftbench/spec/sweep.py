@@ -142,7 +142,8 @@ def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
     parts = key.split(".")
     where = origin if origin.startswith("--") else f"{origin}: sweep.axes"
     if key == RECIPE:
-        names = tuple(_file_or_name(value, folder) for value in values)
+        files = [recipe_file(value, folder).absolute() for value in values]
+        names = tuple(file.stem if file.parent == FOLDER else str(file) for file in files)
         return Axis(key, names, tuple(SpecLayer(where, recipe(name, folder)) for name in names))
     if not all(parts) or parts[0] in _NO_AXES or parts[0] not in Experiment.model_fields:
         sections = [name for name in Experiment.model_fields if name not in _NO_AXES]
@@ -152,12 +153,6 @@ def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
         )
     layers = tuple(SpecLayer(where, expand(nested(parts, value), folder)) for value in values)
     return Axis(key, tuple(_expanded(key, value, folder) for value in values), layers)
-
-
-def _file_or_name(value: Any, folder: Path) -> Any:
-    """Return the name of a shipped recipe, or the absolute path of a recipe file."""
-    path = recipe_file(value, folder).absolute()
-    return path.stem if path.parent == FOLDER else str(path)
 
 
 def _of_command_line(text: str) -> Axis:

@@ -35,9 +35,9 @@ ENVIRONMENT = re.compile(
 _SECRET = re.compile(r"(?i)(token|secret|password|credential|api_?key)")
 
 
-def describe(visible: str | None = None) -> dict[str, Any]:
-    """Return the content of machine.json before a run. `visible` has the format of CUDA_VISIBLE_DEVICES."""
-    return {**host(), "gpus": gpus(visible)}
+def describe() -> dict[str, Any]:
+    """Return the content of machine.json before a run."""
+    return {**host(), "gpus": gpus()}
 
 
 @cache

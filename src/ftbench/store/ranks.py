@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import StepRow
+from ftbench.core.units import listed
 from ftbench.store.models import MAX_RANKS
 from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
 from ftbench.store.steps import StepsWriter, read_steps
@@ -148,8 +149,7 @@ def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
     count = count if count > 1 else len(files)
     files = files[:count]  # ignore files beyond the number of ranks
     if missing := [path.name for path in (run.of_rank(number).steps for number in range(count)) if path not in files]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return [], [f"{missing[0]}{more} of {count} ranks: missing, so there are no figures per rank"]
+        return [], [f"{listed(missing, 1)} of {count} ranks: missing, so there are no figures per rank"]
     tables = [read_steps(path) for path in files]
     return [rows for rows, _ in tables], [warning for _, warnings in tables for warning in warnings]
 

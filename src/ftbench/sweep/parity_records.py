@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftbench import families
+from ftbench.core.units import listed
 from ftbench.spec.batches import packed, picture_sizes, synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
@@ -110,7 +111,7 @@ def _few(names: list[str]) -> str:
     modules = {module_of(name) for name in names}
     if len(names) > 1 and len(kinds := {module.partition(".")[0] for module in modules}) == 1:
         return f"{kinds.pop()} ({len(names)} tensors, first {short[0]})"
-    return short[0] if len(names) == 1 else f"{short[0]} and {len(names) - 1} more"
+    return listed(short, 1)
 
 
 def module_of(name: str) -> str:

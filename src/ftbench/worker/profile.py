@@ -157,16 +157,15 @@ class Ranges:
 
 def mark(loop: Any, ranges: Ranges) -> None:
     """Mark each part of a training step as a range of the trace. Pipeline stages do not have a range for the loss."""
+    loop.accelerator.clip_grad_norm_ = ranges.around(loop.accelerator.clip_grad_norm_, CLIP, DATA)
     if Pipeline.of(loop.model):
         for name, part in (("forward", FORWARD), ("backward", BACKWARD), ("backward_weight", BACKWARD)):
             compute = getattr(Stage, f"{name}_one_chunk")
             setattr(Stage, f"{name}_one_chunk", ranges.around(compute, part, STAGES))
-        loop.accelerator.clip_grad_norm_ = ranges.around(loop.accelerator.clip_grad_norm_, CLIP, DATA)
         return
     loop.model.register_forward_pre_hook(lambda *_: ranges.enter(FORWARD))
     loop.model.register_forward_hook(lambda *_: ranges.enter(METRICS))
     loop.accelerator.backward = ranges.around(loop.accelerator.backward, BACKWARD, DATA)
-    loop.accelerator.clip_grad_norm_ = ranges.around(loop.accelerator.clip_grad_norm_, CLIP, DATA)
     base = loop.model.get_base_model() if hasattr(loop.model, "get_base_model") else loop.model
     if isinstance(getattr(type(base), "loss_function", None), property):  # defined by transformers
         base.loss_function = ranges.around(base.loss_function, LOSS, FORWARD)

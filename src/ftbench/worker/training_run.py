@@ -5,7 +5,7 @@ This module must not import trl, because environments of other frameworks have o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 
+from ftbench.core.units import listed
 from ftbench.errors import MissingError, NotAppliedError
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.store.machine import handle_of, nvml_module
@@ -131,7 +132,8 @@ def require_complete(model: Model) -> Iterator[list[str]]:
         loaded, report = load(cls, *args, output_loading_info=True, **({"ignore_mismatched_sizes": True} | kwargs))
         _require(model, loaded, report)
         if unexpected := report["unexpected_keys"]:
-            warnings.append(f"{type(loaded).__name__} ignores these weights of the checkpoint: {_first(unexpected)}")
+            ignored = listed(sorted(unexpected), _SHOWN)
+            warnings.append(f"{type(loaded).__name__} ignores these weights of the checkpoint: {ignored}")
         return (loaded, report) if output_loading_info else loaded
 
     with mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
@@ -144,17 +146,12 @@ def _require(model: Model, loaded: Any, report: dict[str, Any]) -> None:
     if missing := own & set(report["missing_keys"]):  # weights of replaced layers do not count
         raise MissingError(
             f"model {name}: the checkpoint lacks weights of {type(loaded).__name__}, which would be random: "
-            f"{_first(missing)}. Complete its files, or set model.weights=random to measure the same shape without them"
+            f"{listed(sorted(missing), _SHOWN)}. Complete its files, or set model.weights=random to measure the same "
+            "shape without them"
         )
     if mismatched := report["mismatched_keys"]:
-        shapes = {f"{key} ({list(actual)}, not {list(wanted)})" for key, actual, wanted in mismatched}
+        shapes = sorted({f"{key} ({list(actual)}, not {list(wanted)})" for key, actual, wanted in mismatched})
         raise MissingError(
-            f"model {name}: weights of the checkpoint have other shapes than config.json: {_first(shapes)}. "
+            f"model {name}: weights of the checkpoint have other shapes than config.json: {listed(shapes, _SHOWN)}. "
             "Take both from one model, or set model.weights=random to measure the shape of config.json"
         )
-
-
-def _first(names: Collection[str]) -> str:
-    """Return the first three names in one text, with the number of the remaining names."""
-    first = ", ".join(sorted(names)[:_SHOWN])
-    return f"{first} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else first

@@ -231,11 +231,8 @@ def _watts(gpu: Gpu, same: Sequence[TimedRun], step: Step, offloaded: float) -> 
 
     `offloaded` are the seconds per step in which the GPU waits for offloaded tensors (`offloaded_seconds`)."""
     share = _WAITING + _WORKING * min(1.0, step.device / (step.seconds + offloaded))
-    expected, spread, basis = (
-        gpu.watts * share,
-        _WATTS_SPREAD,
-        f"{units.percent(share, 0)} of the board's {gpu.watts:.0f} W",
-    )
+    expected, spread = gpu.watts * share, _WATTS_SPREAD
+    basis = f"{units.percent(share, 0)} of the board's {gpu.watts:.0f} W"
     if measured := [run.watts for run in same if run.watts]:
         expected, spread, basis = min(statistics.median(measured), gpu.watts), _WATTS_MEASURED, "measured"
     return Band(expected / spread, expected, min(expected * spread, gpu.watts)), basis

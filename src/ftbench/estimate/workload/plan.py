@@ -212,7 +212,7 @@ def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozens
     (worker/methods/lora.py)."""
     if isinstance(method, Full):
         return frozenset()
-    names: frozenset[str] = model.linear_names
+    names = frozenset(linear.name for layer, _ in model.kinds for linear in layer.linears)
     if method.targets != "all-linear":
         names = names & {name.rsplit(".", 1)[-1] for name in method.targets}
     if not model.has_experts:

@@ -8,7 +8,7 @@ from typing import get_args
 from ftbench.core import pipeline
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.largest import BatchShape
-from ftbench.families.shape import Experts, Layer, Linear, ModelShape, Norm
+from ftbench.families.shape import Layer, Linear, ModelShape, Norm
 from ftbench.spec.experiment import Experiment, Launch
 
 STRATEGIES: tuple[str, ...] = get_args(Launch.model_fields["strategy"].annotation)
@@ -169,7 +169,8 @@ def _stages_of(model: ModelShape, sharding: Sharding) -> ModelShape:
 def _layer(layer: Layer, sharding: Sharding) -> Layer:
     moe, parts = layer.experts, sharding.tensor
     kept = 0 if moe is None else layer.parameters["router"]
-    local = None if moe is None else _experts(moe, sharding)
+    # Activations still have rows for the experts of other GPUs (masked: transformers, grouped_mm_experts_forward).
+    local = moe and replace(moe, count=_part(moe.count, sharding.experts), inner=_part(moe.inner, parts))
     cut = replace(
         layer, heads=_part(layer.heads, parts), kv_heads=_part(layer.kv_heads, parts), inner=_part(layer.inner, parts),
         linears=tuple(_linear(linear, parts) for linear in layer.linears),
@@ -192,14 +193,6 @@ def _norm(norm: Norm, parts: int) -> Norm:
         return norm
     groups = _part(norm.groups, parts)
     return replace(norm, width=norm.parameters * groups, groups=groups)
-
-
-def _experts(moe: Experts, sharding: Sharding) -> Experts:
-    """Return the experts that this GPU holds.
-
-    Activations still have rows for the experts of other GPUs, but the model masks these rows (transformers,
-    grouped_mm_experts_forward)."""
-    return replace(moe, count=_part(moe.count, sharding.experts), inner=_part(moe.inner, sharding.tensor))
 
 
 def _part(count: int, parts: int) -> int:

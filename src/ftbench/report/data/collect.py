@@ -77,9 +77,7 @@ def _on_one_basis(record: Record) -> Record:
     if not (counted and tokens and length) or record.get("tokens_per_s.generated"):
         return record
     sequences, samples = record.get("dataset.tokens.count"), record.get("dataset.samples")
-    rate = tokens / (
-        length * (sequences / samples if sequences and samples else 1)
-    )  # two sequences per preference pair
+    rate = tokens / length / (sequences / samples if sequences and samples else 1)  # 2 sequences per preference pair
     record |= {"samples_per_s": rate, "samples_per_hour": rate * 3600}
     if joules := record.get(_PER_SAMPLE):
         record[_PER_SAMPLE] = joules * counted / rate
@@ -93,11 +91,13 @@ def speeds(summary: RunSummary) -> tuple[float | None, float | None]:
 
 
 def _runs(paths: Sequence[Path]) -> list[RunDir]:
+    from ftbench.store import bundle
+
     directories: dict[Path, RunDir] = {}
     for path in paths:
         if len(paths) > 1 and path.suffix.lower() in _NOT_BUNDLES and path.is_file():  # from `results/*`
             continue
-        runs = require_runs(path, _unpacked(path) if os.path.isfile(path) else None)
+        runs = require_runs(path, bundle.opened(path) if os.path.isfile(path) else None)
         directories |= {run.path.resolve() if len(paths) > 1 else run.path: run for run in runs}
     if not directories:
         raise SpecError(f"{', '.join(map(str, paths))}: contains no run: name a run, a folder of runs or a bundle")
@@ -111,12 +111,6 @@ def _copy_key(record: Record) -> Any:
         if record["ended_at"]:
             return run.run_id, run.steps.stat().st_size, record["ended_at"]
     return record["path"]
-
-
-def _unpacked(path: Path) -> Path:
-    from ftbench.store import bundle
-
-    return bundle.opened(path)
 
 
 def named_paths(runs: Sequence[Record]) -> list[Record]:

@@ -111,16 +111,9 @@ def name_errors(where: str) -> Iterator[None]:
 
 def render(tokenizer: Any, messages: Sequence[dict[str, Any]], answer: bool = False) -> str:
     """Return the dialogue as text. If `answer` is True, add the generation prompt."""
-    return str(
-        tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=answer, strftime_now=_fixed_date
-        )
-    )
-
-
-def _fixed_date(pattern: str) -> str:
-    """Return the same date every day. Chat templates that print the current date then always give the same tokens."""
-    return date(2025, 1, 1).strftime(pattern)
+    options = {"tokenize": False, "add_generation_prompt": answer}
+    # Chat templates that print the current date then always give the same tokens.
+    return str(tokenizer.apply_chat_template(list(messages), strftime_now=date(2025, 1, 1).strftime, **options))
 
 
 def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:

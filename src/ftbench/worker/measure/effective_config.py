@@ -177,7 +177,8 @@ def numel(name: str, parameter: Any) -> int:
 def matmul_shape(model: Any) -> MatmulShape:
     """Return the number of weights that are multiplied with each token. Count only the experts that a token uses."""
     config, base = model.config.get_text_config(), base_model(model)
-    visited = _visited_share(config)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    visited = config.num_experts_per_tok / experts if experts else 1.0
     tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
     layers, head, adapters = [0, 0], [0, 0], 0  # [all weights, trained weights]
     for name, kind, count, trained in _matrices(model):
@@ -234,11 +235,6 @@ def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"] * layers
     widths = tuple(0 if kind == "linear_attention" else width for kind in kinds)
     return widths, tuple(window if slides and kind == "sliding_attention" else None for kind in kinds)
-
-
-def _visited_share(config: Any) -> float:
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    return config.num_experts_per_tok / experts if experts else 1.0
 
 
 def device_of(model: Any) -> str:

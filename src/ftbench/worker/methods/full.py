@@ -6,9 +6,7 @@ from ftbench.core.units import listed
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model import loading
 
-
-def load(spec: Experiment, source: str) -> Any:
-    return loading.load_model(spec, source)
+load = loading.load_model
 
 
 def adapt(model: Any, spec: Experiment) -> Any:

@@ -13,23 +13,21 @@ from ftbench.worker.model import loading
 from ftbench.worker.model.parts import part_of
 from ftbench.worker.model.vision import reads_images
 
-
-def load(spec: Experiment, source: str) -> Any:
-    return loading.load_model(spec, source)
+load = loading.load_model
 
 
 def adapt(model: Any, spec: Experiment) -> Any:
     """Return the model with LoRA adapters. Raise SpecError if a target does not exist."""
     method: Any = spec.method
-    config = LoraConfig(
-        r=method.rank,
-        lora_alpha=method.alpha,
-        lora_dropout=method.dropout,
-        target_modules=linear_targets(model, spec),
-        target_parameters=expert_parameters(model) if method.experts else None,
-        task_type="CAUSAL_LM",
-    )
     try:
+        config = LoraConfig(
+            r=method.rank,
+            lora_alpha=method.alpha,
+            lora_dropout=method.dropout,
+            target_modules=linear_targets(model, spec),
+            target_parameters=expert_parameters(model) if method.experts else None,
+            task_type="CAUSAL_LM",
+        )
         model = get_peft_model(model, config)
     except ValueError as error:
         raise SpecError(f"method {method.name}: {str(error).strip().splitlines()[0]}") from None
@@ -48,17 +46,15 @@ def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
     layers and shared experts with these names then get no adapters.
 
     Raises:
-        SpecError: No layer matches.
+        SpecError: Only fused experts match, and `method.experts` is off.
+        ValueError: No layer matches.
     """
     method: Any = spec.method
     if reads_images(model.config):
         return _targets_by_part(model, method)
     given = method.targets if isinstance(method.targets, str) else list(method.targets)
     config = LoraConfig(target_modules=given)
-    try:
-        conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
-    except ValueError as error:
-        raise SpecError(f"method {method.name}: {str(error).strip().splitlines()[0]}") from None
+    conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
     if not config.target_parameters:
         return given
     if not config.target_modules and not method.experts:

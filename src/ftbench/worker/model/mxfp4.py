@@ -158,9 +158,8 @@ def as_experts() -> Iterator[None]:
 
 def problems(model: Any) -> list[str]:
     """Return an error message if the experts are not in 4 bits, otherwise []."""
-    experts = [module for module in model.modules() if isinstance(module, Mxfp4Experts)]
     wide = [name for name, p in model.named_parameters()
             if ".experts." in name and "lora_" not in name and p.ndim > 2 and p.dtype != torch.uint8]  # fmt: skip
-    if not experts:
+    if not any(isinstance(module, Mxfp4Experts) for module in model.modules()):
         return ["method qlora: the model lacks MXFP4 experts"]
     return [f"method qlora: {wide[0]} and {len(wide) - 1} other expert matrices are in 16 bits"] if wide else []
