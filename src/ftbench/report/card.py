@@ -35,6 +35,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
     known = rates.get("real") is not None and rates.get("padded")
     judged = "reward_first" in summary.loss  # the loss of grpo is near zero by construction
     losses = {} if judged else {name: loss for name, loss in summary.loss.items() if not name.startswith("reward")}
+    first, last = summary.loss.get("reward_first"), summary.loss.get("reward_last")
     padding = units.percent(1 - rates["real"] / rates["padded"]) if known else ""
     return [
         ("what", ", ".join([what, *(name for name in summary.optimizations if name != UNKNOWN)])),
@@ -53,7 +54,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("energy", f"{units.rate(joules)} J per 1,000 samples (GPU only)" if joules else ""),
         ("loss", " → ".join(f"{name} {value:.3f}" for name, value in losses.items() if value is not None)),
         ("preferred", _preferred(summary.loss)),
-        ("reward", _reward(summary.loss)),
+        ("reward", "" if None in (first, last) else f"{first:.3f} in the first step, {last:.3f} in the last"),
     ]
 
 
@@ -70,11 +71,6 @@ def _preferred(figures: dict[str, float | None]) -> str:
     if accuracy is None or margin is None:
         return ""
     return f"the chosen answer in {units.percent(accuracy)} of the last step's pairs, mean margin {margin:.3f} nats"
-
-
-def _reward(figures: dict[str, float | None]) -> str:
-    first, last = figures.get("reward_first"), figures.get("reward_last")
-    return "" if first is None or last is None else f"{first:.3f} in the first step, {last:.3f} in the last"
 
 
 def _step_time(times: dict[str, Any]) -> str:

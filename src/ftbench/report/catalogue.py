@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from ftbench.core import units
-from ftbench.core.hardware import Gpu, gpus
+from ftbench.core.hardware import gpus
 from ftbench.core.table import text_table
 from ftbench.errors import SpecError
 from ftbench.facts import architectures
@@ -42,13 +42,9 @@ def _gpus() -> Rows:
     yield "GPU", ">bf16 TFLOP/s", ">memory GB", ">usable GiB", ">GB/s", ">W", "matmul rate"
     for gpu in gpus():
         figures = (gpu.bf16, gpu.memory_gb, round(api.usable_gib(gpu), 2), gpu.bandwidth, gpu.watts)
-        yield gpu.name, *("none" if figure is None else f"{figure:g}" for figure in figures), _rate_from(gpu)
-
-
-def _rate_from(gpu: Gpu) -> str:
-    """Return the source of a GPU's matmul rate. Mark AMD GPUs, because ftbench cannot run on AMD GPUs."""
-    source = "published" if gpu.gemm_bf16 else "unmeasured, data sheet only"
-    return source if gpu.compute_capability else f"{source}; no runs on AMD"
+        source = "published" if gpu.gemm_bf16 else "unmeasured, data sheet only"
+        source += "" if gpu.compute_capability else "; no runs on AMD"
+        yield gpu.name, *("none" if figure is None else f"{figure:g}" for figure in figures), source
 
 
 _HEADED = ("gpus", "keys")

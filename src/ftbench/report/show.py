@@ -129,13 +129,6 @@ def _profile_verdict(document: Mapping[str, Any]) -> tuple[str, dict[str, str] |
     return largest, None
 
 
-def _padding(summary: Mapping[str, Any]) -> float:
-    """Return the share of the computed positions that are padding."""
-    rates = summary.get("tokens_per_s") or {}
-    real, padded = rates.get("real"), rates.get("padded")
-    return 1 - real / padded if real and padded else 0.0
-
-
 # --- suggestions -----------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +163,8 @@ def _changes(spec: Experiment, summary: Mapping[str, Any]) -> Iterator[tuple[str
     elif state == "ok" and not (summary.get("contention") or {}).get("contended"):
         if bound == "data-bound":
             yield from _faster_data(spec)
-        if (share := _padding(summary)) > _MUCH_PADDING:
+        real, padded = ((summary.get("tokens_per_s") or {}).get(name) for name in ("real", "padded"))
+        if real and padded and (share := 1 - real / padded) > _MUCH_PADDING:
             effect = f"{units.percent(share)} of the computed positions are padding"
             yield "packing", effect, {"optimizations.packing": True}
         if bound == "launch-bound":

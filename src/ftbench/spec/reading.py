@@ -85,7 +85,9 @@ def read_yaml(path: Path, what: str = "a spec", needs: str = "at least `model:` 
     """
     missing = f"; {what} needs {needs}"
     if what == "a spec" and path.suffix not in (".yaml", ".yml", ".json"):
-        missing = f", and not a model{_similar_model(path.name)}"
+        models = [model for model in architectures() if model.rpartition("/")[2].casefold() == path.name.casefold()]
+        hint = f"; did you mean {models[0]}?" if models else " (owner/name, or a folder with its config.json)"
+        missing = f", and not a model{hint}"
     text = _text(path, MAX_BYTES, missing)
     try:
         data = yaml.load(text, _Loader)
@@ -167,11 +169,6 @@ def _text(path: Path, most: int, missing: str = "") -> str:
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise SpecError(f"{path}:{line}: byte {error.start} is not UTF-8: save the file as UTF-8 text") from None
-
-
-def _similar_model(name: str) -> str:
-    models = [model for model in architectures() if model.rpartition("/")[2].casefold() == name.casefold()]
-    return f"; did you mean {models[0]}?" if models else " (owner/name, or a folder with its config.json)"
 
 
 def read_config(path: Path) -> dict[str, Any]:

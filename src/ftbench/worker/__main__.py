@@ -36,7 +36,7 @@ def main(path: str, handed_over: bool = False) -> int:
         train = _loop(spec, handed_over)
         run = TrainingRun(spec, directory, phases)
         trains = handed_over or spec.launch.framework == "trl"  # preparing for another interpreter needs no GPU
-        if trains and parallel.is_first_of_node():
+        if trains and os.environ.get("LOCAL_RANK", "0") == "0":  # one lock per machine
             _acquire_gpu(spec, directory, phases)
         if trains and spec.launch.ranks > 1:
             _join_ranks(run)

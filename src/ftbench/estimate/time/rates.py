@@ -113,15 +113,9 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
         probed.get("to_host_gbs", _LINK_GBS) * 1e9,
         probed.get("to_device_gbs", _OLDER_LINK_GBS if older else _LINK_GBS) * 1e9,
         source,
-        _network(gpu) * 1e9,
+        # without peer access, each byte goes through host memory
+        (gpu.link or 0.0) * _NCCL_SHARE * (1.0 if gpu.peer_access else 0.5) * 1e9,
     )
-
-
-def _network(gpu: Gpu) -> float:
-    """Return the GB/s between two GPUs of this kind: the data sheet's rate times the share that NCCL assumes.
-
-    If the driver does not allow peer access, the rate is halved, because each byte goes through host memory."""
-    return (gpu.link or 0.0) * _NCCL_SHARE * (1.0 if gpu.peer_access else 0.5)
 
 
 def _share_of_sheet(gpu: Gpu) -> float:

@@ -110,13 +110,14 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", nois
     rate = TOKENS if baseline.values(TOKENS) and cell.values(TOKENS) else SAMPLES
     speed = _ratio(baseline, cell, rate, noise)
     paces = baseline.pace(), cell.pace()
+    sides = [name for side, name in ((baseline, "the baseline"), (cell, "it")) if any(r.contended for r in side.ok)]
     known_speed = speed is not None and bool(speed.direction)
     return Pair(
         cell, baseline, differences, speed=speed,
         memory=core.ratio_of_runs(baseline.values(PEAK), cell.values(PEAK)), first_step=_first_steps(baseline, cell),
         energy=_ratio(baseline, cell, ENERGY, noise),
         break_even=core.break_even(paces[0], paces[1]) if known_speed and paces[0] and paces[1] else None,
-        reason=_weakness(baseline, cell),
+        reason=f"{' and '.join(sides)} shared the machine with other work (contended)" if sides else "",
     )  # fmt: skip
 
 
@@ -136,11 +137,6 @@ def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
         )
     late = fact.key == "dataset.order_hash" or fact.key.startswith("applied.")
     return not late or bool(baseline.ok and cell.ok)
-
-
-def _weakness(baseline: Cell, cell: Cell) -> str:
-    sides = [name for side, name in ((baseline, "the baseline"), (cell, "it")) if any(r.contended for r in side.ok)]
-    return f"{' and '.join(sides)} shared the machine with other work (contended)" if sides else ""
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

@@ -61,10 +61,6 @@ def open_rows(dataset: Dataset) -> Rows:
         return read_file(SAMPLE)
     if dataset.path:
         return read_file(Path(dataset.path))
-    return _hub(dataset)
-
-
-def _hub(dataset: Dataset) -> HubRows:
     import datasets
 
     source = dataset.source

@@ -35,7 +35,7 @@ def suits(spec: Experiment, config: Any) -> bool:
     compute = getattr(method, "compute_dtype", "bfloat16") == spec.model.dtype == "bfloat16"
     dense = not vision.reads_images(config) and not any(getattr(config, name, None) for name in _EXPERTS)
     alone = spec.launch.ranks == 1 and spec.launch.framework == "trl" and not spec.optimizations.weight_offload
-    return spec.model.weights == "random" and method.quantised and usual and compute and dense and alone
+    return method.quantised and usual and compute and dense and alone
 
 
 def quantised_names(skeleton: Any) -> set[str]:

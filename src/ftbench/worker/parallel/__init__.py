@@ -38,11 +38,6 @@ def is_first() -> bool:
     return not rank()
 
 
-def is_first_of_node() -> bool:
-    """Return whether this process is the first one on this machine."""
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
-
-
 def load(strategy: str) -> ModuleType:
     """Import and return the module of a strategy."""
     return importlib.import_module(f"ftbench.worker.parallel.{_MODULES.get(strategy, strategy.partition('+')[0])}")
