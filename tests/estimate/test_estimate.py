@@ -19,7 +19,7 @@ from ftbench.estimate import api
 from ftbench.estimate.estimates import EstimateRequest, estimate
 from ftbench.estimate.gpus import capacity
 from ftbench.estimate.memory.estimate import Band, constants, estimate_memory, verdict_of
-from ftbench.estimate.memory.largest_batch import largest_batch
+from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.rates import STATES, WEIGHTS, step
 from ftbench.estimate.time.work import StepWork
@@ -207,7 +207,7 @@ def test_parts_add_up_to_the_peak_and_ranges_are_ordered() -> None:
 
 
 def test_the_largest_batch_is_the_last_that_fits() -> None:
-    largest = largest_batch(spec(), H200)
+    largest = MemoryCache().largest_batch(spec(), H200)
     assert largest == 7  # the frontier of results/h200: 7 fits and 8 does not
 
     def verdict(batch: int) -> str:
@@ -216,12 +216,12 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
     assert verdict(7) == "fits"
     assert verdict(8) == "uncertain"
     assert verdict(16) == "does not fit"
-    assert largest_batch(spec(), 8.0) is None
+    assert MemoryCache().largest_batch(spec(), 8.0) is None
 
 
 def test_the_largest_batch_is_at_most_the_data_set() -> None:
     few = spec(dataset={"name": "synthetic", "samples": 3, "length": 128})
-    assert largest_batch(few, H200) == 3
+    assert MemoryCache().largest_batch(few, H200) == 3
 
 
 @pytest.mark.parametrize("like", ["japanese-alpaca", "wikipedia-ja"])

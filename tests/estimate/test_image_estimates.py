@@ -13,7 +13,7 @@ from ftbench.core.hardware import find_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import estimates
 from ftbench.estimate.memory.estimate import estimate_memory
-from ftbench.estimate.memory.largest_batch import largest_batch
+from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.recommend import request as recommend
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory, step_key
@@ -99,7 +99,7 @@ def test_packed_rows_hold_whole_samples() -> None:
 
 def test_larger_images_leave_room_for_fewer() -> None:
     sizes = [
-        largest_batch(spec_of(QWEN, {**MADE, "image_size": [side, side], "max_length": 8192}), gpu())
+        MemoryCache().largest_batch(spec_of(QWEN, {**MADE, "image_size": [side, side], "max_length": 8192}), gpu())
         for side in (336, 500, 1024)
     ]
     assert all(size is not None for size in sizes)

@@ -15,7 +15,7 @@ from counting import calls_of
 from ftbench.core.hardware import capability_of, gpus
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import estimate_memory
-from ftbench.estimate.memory.largest_batch import MemoryCache, largest_batch, with_batch
+from ftbench.estimate.memory.largest_batch import MemoryCache, with_batch
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend import request as requests
 from ftbench.estimate.recommend.ranking import Goal, Recommendation, as_runnable, recommend, samples_per_step
@@ -250,7 +250,7 @@ def test_the_largest_batch_is_that_of_the_memory_estimate():
         for way in tried:
             one = with_batch(way, 1, 1)
             largest = memory_cache.largest_batch(one, GPUS[name])
-            assert largest == largest_batch(one, GPUS[name])
+            assert largest == MemoryCache().largest_batch(one, GPUS[name])
             assert MemoryCache().largest_batch(one, GPUS[name], most=5) == (largest and min(largest, 5))
 
 

@@ -11,7 +11,7 @@ from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import FtbenchError
 from ftbench.estimate.gpus import capacity, machine_gpu
 from ftbench.estimate.memory.estimate import MemoryEstimate
-from ftbench.estimate.memory.largest_batch import MemoryCache, largest_batch
+from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.spec.experiment import Experiment
@@ -65,7 +65,7 @@ def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most:
     if spec.dataset.is_made:
         changed["samples"] = max(spec.dataset.samples or 0, most)
     spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update=changed)})
-    return largest_batch(spec, machine_gpu(gpu, store), likely=True, total=gpu["memory_gb"])
+    return MemoryCache(gpu["memory_gb"]).largest_batch(spec, machine_gpu(gpu, store), likely=True)
 
 
 def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
@@ -75,7 +75,7 @@ def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | N
     if gpu is None or memory is None:
         return None
     if memory.verdict == "does not fit":
-        largest = largest_batch(spec, machine_gpu(gpu, store), total=gpu["memory_gb"])
+        largest = MemoryCache(gpu["memory_gb"]).largest_batch(spec, machine_gpu(gpu, store))
         solution = f"train.batch_size={largest} would fit" if largest else "`ftbench recommend` finds settings that fit"
         return (
             f"this will run out of memory: it needs about {gibibytes(memory.device.expected)} GiB (at least "

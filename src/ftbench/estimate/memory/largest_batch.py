@@ -59,13 +59,6 @@ class MemoryCache:
         return unit * _largest_within(most, fits) or None
 
 
-def largest_batch(
-    spec: Experiment, gpu: Gpu | float, *, likely: bool = False, total: float | None = None
-) -> int | None:
-    """Return the largest batch size of a spec that fits a GPU, or None. See `MemoryCache.largest_batch`."""
-    return MemoryCache(total).largest_batch(spec, gpu, likely)
-
-
 def _largest_within(most: int, fits: Callable[[int], bool]) -> int:
     """Return the largest batch size up to `most` that fits, or 0. Double the size until a size fails, then bisect."""
     limit = min(1, most)
