@@ -91,13 +91,16 @@ def speeds(summary: RunSummary) -> tuple[float | None, float | None]:
 
 
 def _runs(paths: Sequence[Path]) -> list[RunDir]:
-    from ftbench.store import bundle
-
     directories: dict[Path, RunDir] = {}
     for path in paths:
         if len(paths) > 1 and path.suffix.lower() in _NOT_BUNDLES and path.is_file():  # from `results/*`
             continue
-        runs = require_runs(path, bundle.opened(path) if os.path.isfile(path) else None)
+        unpacked = None
+        if os.path.isfile(path):
+            from ftbench.store import bundle  # rarely needed
+
+            unpacked = bundle.opened(path)
+        runs = require_runs(path, unpacked)
         directories |= {run.path.resolve() if len(paths) > 1 else run.path: run for run in runs}
     if not directories:
         raise SpecError(f"{', '.join(map(str, paths))}: contains no run: name a run, a folder of runs or a bundle")
