@@ -38,7 +38,7 @@ def test_an_optimization_learns_what_plain_lora_learns(run, name):
 
 
 PAIRS = {
-    "recipe-fastest-small": "recipe-fastest", "recipe-fastest-fp8": "fp8-launched",  # replayed and not
+    "recipe-fastest": "fastest-launched", "fp8-graphed": "recipe-fastest-fp8",  # replayed and not
     "kernels-fastest": "recipe-fastest", "kernels-qlora": "qlora",
     "full-fp8": "full-unclipped", "recipe-fastest-full-fp8": "recipe-fastest-full",
     "experts-fused": "experts", "gpt-oss-varlen": "gpt-oss-attention", "gpt-oss-flex": "gpt-oss-attention",

@@ -64,7 +64,8 @@ def test_unreadable_runs_have_a_row_with_the_reason(tmp_path, format_name, ftben
         assert reason in out or format_name in ("table", "html")
 
 
-KERNELS, NO_KERNELS = {"optimizations.triton_kernels": "on"}, {"optimizations.triton_kernels": "off"}
+LAUNCHED = {"optimizations.cuda_graph": "off"}
+KERNELS, NO_KERNELS = ({"optimizations.triton_kernels": value, **LAUNCHED} for value in ("on", "off"))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,7 @@ KERNELS, NO_KERNELS = {"optimizations.triton_kernels": "on"}, {"optimizations.tr
         ("fastest", {}, "fastest"),
         ("fastest", KERNELS, "fastest"),
         ("fastest", NO_KERNELS, "fastest"),
+        ("fastest", KERNELS | {"optimizations.cuda_graph": "on"}, "fastest"),
         ("fastest", KERNELS | {"optimizations.fp8": "tensorwise-delayed"}, "fastest-fp8"),
         ("fastest", NO_KERNELS | {"optimizations.fp8": "tensorwise"}, "fastest-fp8"),
         ("fastest", KERNELS | {"optimizations.fp8": "tensorwise"}, "fastest-fp8 + triton kernels"),
