@@ -154,6 +154,7 @@ def test_shown_specs_load(text, tmp_path):
         "two-machines",
         "studies/two-gpus",
         "studies/frameworks",
+        "studies/slow-host",
         "studies/founding-text",
         "studies/founding-images",
     ],
