@@ -178,13 +178,14 @@ def test_guide_states_the_tokens_per_step_that_fp8_needs():
     for (tokens, _), found in rates.items():
         assert f"{tokens:,} tokens per step" in sentence
         assert f"{statistics.geometric_mean(found):,.0f}" in sentence
-    spec = Experiment.model_validate({
-        "name": "night", "model": {"id": "Qwen/Qwen3-8B", "weights": "random"}, "method": {"name": "lora"},
-        "train": {"batch_size": 4},
-        "dataset": {"name": "synthetic", "samples": 500, "mean_length": 2048, "max_length": 2048},
-    })  # fmt: skip
-    best = recommend(Goal(spec, (find_gpu("H200 SXM"),), 500, methods=("lora",), effective_batch=4)).options[0]
-    assert best.spec.optimizations.fp8 != "off"
+    for rows, eight in ((1, False), (4, True)):
+        spec = Experiment.model_validate({
+            "name": "night", "model": {"id": "Qwen/Qwen3-8B", "weights": "random"}, "method": {"name": "lora"},
+            "train": {"batch_size": rows},
+            "dataset": {"name": "synthetic", "samples": 500, "mean_length": 2048, "max_length": 2048},
+        })  # fmt: skip
+        best = recommend(Goal(spec, (find_gpu("H200 SXM"),), 500, methods=("lora",), effective_batch=rows)).options[0]
+        assert (best.spec.optimizations.fp8 != "off") is eight
 
 
 def test_pictures_are_small():
