@@ -46,14 +46,14 @@ LEAST_MODELS = 3
 GPUS = {gpu.name: gpu for gpu in gpus()}
 HEAD = """# How far the time of `ftbench estimate` is off
 
-`scripts/time_estimates.py --write` writes this page from the committed runs in `results/h200` and `results/h100`. The
-page includes runs with at least five steady steps. Runs with fewer steps are included if their step times agree within
-5 % (coefficient of variation). For the estimate of a run, the coefficients are fitted to other runs, without any run of
-the same step. Runs on several GPUs have a separate table and do not change the coefficients. This page excludes runs of
-other frameworks, runs on shared GPUs, and runs of older code. The older code computed the logits of the chunked loss
-twice, or ran ZeRO-3 without prefetching. The excluded ZeRO-3 run (`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took
-1.5 times the estimated time. The current code prefetches weights, but ZeRO-3 was not measured again on an H200.
-Therefore estimates of ZeRO have a wider range.
+`scripts/time_estimates.py --write` writes this page from the committed runs in `results/h200` and
+`results/h100/records`. The page includes runs with at least five steady steps. Runs with fewer steps are included if
+their step times agree within 5 % (coefficient of variation). For the estimate of a run, the coefficients are fitted to
+other runs, without any run of the same step. Runs on several GPUs have a separate table and do not change the
+coefficients. This page excludes runs of other frameworks, runs on shared GPUs, and runs of older code. The older code
+computed the logits of the chunked loss twice, or ran ZeRO-3 without prefetching. The excluded ZeRO-3 run
+(`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the estimated time. The current code prefetches
+weights, but ZeRO-3 was not measured again on an H200. Therefore estimates of ZeRO have a wider range.
 
 While the GPU computes, Python code on the CPU (the *host*) starts the next kernels. The slower of GPU and host
 determines the time of a step. The time of the GPU is a sum of terms. Each term is
@@ -269,7 +269,7 @@ def facts(rows: Sequence[LeftOut], models: Sequence[LeftOut], terms: Mapping[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stores", type=Path, nargs="*", default=[ROOT / "results/h200", ROOT / "results/h100"])
+    parser.add_argument("stores", type=Path, nargs="*", default=[ROOT / "results/h200", ROOT / "results/h100/records"])
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     history = RunHistory(None, timed_runs(asked.stores))

@@ -45,7 +45,7 @@ import time_estimates as study
 
 MEASURED_ALIKE = r"measured \(same step, same GPU, \d+ runs\)"
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
-STORES = [RESULTS, RESULTS.parent / "h100"]
+STORES = [RESULTS, RESULTS.parent / "h100" / "records"]
 RUNS = timed_runs(STORES)
 H200 = find_gpu("NVIDIA H200")
 assert H200 is not None

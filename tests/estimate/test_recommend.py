@@ -188,7 +188,7 @@ def test_without_a_fit_no_command_is_printed(ftbench, spec_file):
 def test_equal_lengths_are_packed_for_cuda_graphs_only():
     fixed = {"name": "synthetic", "samples": 512, "length": 1024}
     for on in (option.spec.optimizations for option in ask(spec={"dataset": fixed}).options):
-        assert on.packing == bool(on.cuda_graph)
+        assert on.packing == (on.cuda_graph is True)
 
 
 def test_dpo_considers_all_optimizations_except_losses():

@@ -17,7 +17,16 @@ ROOT = Path(ftbench.__file__).parent
 
 
 def functions(path):
-    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    """Return the names of functions, and of assigned variables, which may be functions of another module."""
+    body = ast.parse(path.read_text()).body
+    targets = {
+        target.id
+        for node in body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return targets | {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
 def modules(folder):

@@ -86,7 +86,7 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
         on = shipped["optimizations"] | _for_images(spec)
         if on.get("image_cache") and not spec.dataset.may_have_images:
             continue  # a recipe for images
-        on = {**on, **unpacked} if equal_lengths and on["packing"] and not on["cuda_graph"] else on
+        on = {**on, **unpacked} if equal_lengths and on["packing"] and on["cuda_graph"] is not True else on
         yield spec.model_copy(
             update={
                 "method": type(chosen).model_validate({**chosen.model_dump(), **method}),

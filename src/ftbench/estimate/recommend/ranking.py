@@ -148,7 +148,8 @@ def _best_batch(way: Way, resolved: Experiment, gpu: Gpu, goal: Goal, memory_cac
     pairs = [(size, effective // size if effective else 1) for size in sizes]
     if pairs[0][1] > 1 and (refused := incompatibilities(with_batch(way.spec, *pairs[0]))):
         return f"cannot work: {refused[0]}"  # for example a CUDA graph with gradient accumulation
-    options = [_option(with_batch(resolved, *pair), gpu, goal, memory_cache) for pair in pairs]
+    tried = [resolve(with_batch(way.spec, *pair), capability_of(gpu)) for pair in pairs]  # accumulation: no CUDA graph
+    options = [_option(each, gpu, goal, memory_cache) for each in tried]
     within = [option for option in options if not _missed(option, goal)]
     best = min(within or options, key=lambda option: rank(option, goal))
     train = best.spec.train

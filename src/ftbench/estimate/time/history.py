@@ -187,15 +187,17 @@ def timed_runs(
 ) -> list[TimedRun]:
     """Return the usable runs in `paths`, without duplicates. `wanted` selects runs by their summary.
 
-    Only the newest MOST_RUNS runs are read."""
-    runs = [run for path in paths for run in rundir.find_runs(path)]
-    if len(runs) > MOST_RUNS:
-        runs = sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:]
+    Only the newest MOST_RUNS runs of each path are read."""
     by_id: dict[str, TimedRun] = {}
-    for run in runs:
+    for run in (run for path in paths for run in _newest(rundir.find_runs(path))):
         if (timed := timed_run(run, wanted)) is not None:
             by_id.setdefault(timed.run_id, timed)
     return list(by_id.values())
+
+
+def _newest(runs: list[RunDir]) -> list[RunDir]:
+    newest = sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:]
+    return newest if len(runs) > MOST_RUNS else runs
 
 
 def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun | None:
