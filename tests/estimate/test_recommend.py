@@ -264,8 +264,10 @@ def test_memory_on_several_gpus_does_not_depend_on_the_order_of_the_cards():
         "launch": {"gpus": 8, "strategy": "fsdp"},
     }
     spec, cache = Experiment.model_validate(SPEC | changes), MemoryCache()
-    for name in ("L40S", "L4", "L40S"):
-        assert cache.estimate(spec, GPUS[name]).device == estimate_memory(spec, GPUS[name]).device
+    fastest = Optimizations.model_validate(recipe("fastest", Path())["optimizations"])
+    auto = Experiment.model_validate(SPEC).model_copy(update={"optimizations": fastest})  # a graph only on the H100
+    for way, name in ((spec, "L40S"), (spec, "L4"), (spec, "L40S"), (auto, "H100 SXM5"), (auto, "B200")):
+        assert cache.estimate(way, GPUS[name]).device == estimate_memory(way, GPUS[name]).device
 
 
 def test_recommending_needs_few_calls():

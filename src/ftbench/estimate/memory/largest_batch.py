@@ -8,7 +8,7 @@ from typing import Any
 from ftbench.core.hardware import MODERN, Gpu, capability_of, cublas_workspace
 from ftbench.estimate.gpus import RESERVE, capacity
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory, verdict_of
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, resolve
 
 MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
@@ -29,8 +29,9 @@ class MemoryCache:
 
     def estimate(self, spec: Experiment, gpu: Gpu | float) -> MemoryEstimate:
         """Return the result of `estimate_memory`, from the cache if possible."""
-        train, capability = spec.train, capability_of(gpu)
-        kind = (cublas_workspace(capability or MODERN), capability is not None and capability >= MODERN)
+        capability = capability_of(gpu) or MODERN
+        spec = resolve(spec, capability)  # `auto` can have different values on GPUs with the same workspace
+        kind, train = cublas_workspace(capability), spec.train
         passes = train.gradient_accumulation_steps
         steps = (train.batch_size, passes if train.max_steps else passes > 1, train.optimizer, train.precision)
         has = capacity(gpu, self._total)
