@@ -42,11 +42,16 @@ def test_data_bound_run_suggests_loading_options(ftbench, tmp_path):
     assert all(changed(each) for each in found[:-1])
 
 
-def test_out_of_memory_suggests_half_the_batch_and_checkpointing(ftbench, tmp_path):
-    run = make_run(tmp_path, "a", steps(1), state=OOM)
+@pytest.mark.parametrize("graphed", [False, True])
+def test_out_of_memory_suggests_half_the_batch_and_checkpointing(ftbench, tmp_path, graphed):
+    needed = ("cuda_graph", "packing", "fixed_shape", "chunked_loss")
+    spec = {f"optimizations.{name}": True for name in needed if graphed}
+    run = make_run(tmp_path, "a", steps(1), state=OOM, spec=spec)
     found, _ = suggestions(ftbench, run.path)
+    launched = ["optimizations.cuda_graph=off"] * graphed
     assert [each["sets"] for each in found] == [
-        ["train.batch_size=2", "train.gradient_accumulation_steps=2"], ["optimizations.gradient_checkpointing=on"], [],
+        ["train.batch_size=2", "train.gradient_accumulation_steps=2", *launched],
+        ["optimizations.gradient_checkpointing=on", *launched], [],
     ]  # fmt: skip
     assert changed(found[0]).global_batch == load(run.spec_json).global_batch
 

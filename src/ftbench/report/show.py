@@ -184,11 +184,12 @@ def _other_commands(run: RunDir, summary: Mapping[str, Any]) -> Iterator[Suggest
 
 
 def _less_memory(spec: Experiment) -> Iterator[tuple[str, str, Changes]]:
+    launched = {"optimizations.cuda_graph": False} if spec.optimizations.cuda_graph else {}  # neither works in a graph
     if spec.train.batch_size > 1:
         halved = {_BATCH: spec.train.batch_size // 2, _ACCUMULATION: spec.train.gradient_accumulation_steps * 2}
-        yield "half the batch", "the same samples per step, in twice the passes", halved
+        yield "half the batch", "the same samples per step, in twice the passes", halved | launched
     if not spec.optimizations.gradient_checkpointing:
-        change = {"optimizations.gradient_checkpointing": True}
+        change = {"optimizations.gradient_checkpointing": True} | launched
         yield "gradient checkpointing", "recomputes activations in the backward pass", change
 
 
