@@ -189,13 +189,17 @@ def test_settings_incompatible_with_a_graph_are_errors(changes, said):
         ({"launch": {"gpus": 2, "strategy": "ddp"}}, None),
         ({"launch": {"gpus": 2, "strategy": "fsdp"}}, "supports only ddp"),
         ({"train": {"gradient_accumulation_steps": 2}}, "overwrites gradients"),
+        ({"train": {"precision": "fp16"}}, "train.precision fp16 scales gradients on the host"),
         ({"optimizations": {"gradient_checkpointing": True}}, "gradient_checkpointing is on"),
+        ({"optimizations": {"attention": "auto"}}, "only with method lora, attention varlen and fp8 off"),
+        ({"optimizations": {"fp8": "tensorwise-delayed"}}, "only with method lora, attention varlen and fp8 off"),
         ({"model": {"id": "tiny/qwen3-moe"}}, "was not tested with the layers of qwen3_moe"),
         ({"measure": {"profile": "on"}}, "a profile shows separate launches"),
     ],
 )
 def test_auto_is_on_if_the_spec_supports_it(changes, reason):
-    changes = changes | {"optimizations": {"cuda_graph": "auto"} | changes.get("optimizations", {})}
+    auto = {"cuda_graph": "auto", "attention": "varlen"}
+    changes = changes | {"optimizations": auto | changes.get("optimizations", {})}
     resolved = resolve(changed(**changes), (9, 0))
     assert resolved.optimizations.cuda_graph is (reason is None)
     assert (reason or "every step has one shape") in resolved.resolved["optimizations.cuda_graph"]["reason"]

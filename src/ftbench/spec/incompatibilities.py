@@ -122,8 +122,8 @@ def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, 
         if value != getattr(spec.optimizations, name):
             made[f"optimizations.{name}"] = value, why
     if spec.optimizations.cuda_graph == "auto":
-        why = compute.graph_left_out(spec, capability) or "every step has one shape"
-        made["optimizations.cuda_graph"] = compute.graph_left_out(spec, capability) is None, why
+        left_out = compute.graph_left_out(spec, capability)
+        made["optimizations.cuda_graph"] = left_out is None, left_out or "every step has one shape"
     return made
 
 

@@ -131,9 +131,11 @@ def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
 
 def graph_left_out(spec: Experiment, capability: Capability) -> str | None:
     """Return why `cuda_graph: auto` becomes off. Return None if auto becomes on. A profile needs separate launches."""
-    why = [reason.partition(": ")[0] for reason in _cuda_graph(spec)]
+    why = [reason.removeprefix("optimizations.cuda_graph: ").partition(": ")[0] for reason in _cuda_graph(spec)]
     names = ("gradient_checkpointing", "activation_offload", "optimizer_in_backward")
     why += [f"optimizations.{name} is on" for name in names if getattr(spec.optimizations, name)]
+    if (spec.method.name, spec.optimizations.attention, spec.optimizations.fp8) != ("lora", "varlen", "off"):
+        why.append("it was judged only with method lora, attention varlen and fp8 off")
     if capability != MEASURED:
         why.append(f"it was measured only on compute capability {'.'.join(map(str, MEASURED))}")
     if (kind := family(spec.model)) not in GRAPHED_FAMILIES:
