@@ -196,8 +196,9 @@ def timed_runs(
 
 
 def _newest(runs: list[RunDir]) -> list[RunDir]:
-    newest = sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:]
-    return newest if len(runs) > MOST_RUNS else runs
+    if len(runs) <= MOST_RUNS:
+        return runs
+    return sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:]
 
 
 def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun | None:
