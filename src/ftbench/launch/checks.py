@@ -109,9 +109,9 @@ def _file_problems(spec: Experiment) -> list[str]:
         if not (file / "config.json" if file.is_dir() else file).is_file():
             wrong.append(f"model.path: {spec.model.path}: no such config.json")
     for file, function in map(reward_parts, getattr(spec.objective, "reward", None) or ()):
-        text = file.read_text("utf-8", "replace") if file.is_file() else None
+        text = file.read_text("utf-8", "replace") if file.is_file() and os.access(file, os.R_OK) else None
         if text is None:
-            wrong.append(f"objective.reward: {file}: no such file")
+            wrong.append(f"objective.reward: {file}: no such file, or it cannot be read")
         elif function not in (names := re.findall(r"\w+", text)) and "import *" not in text:
             wrong.append(f"objective.reward: {file} does not define {function}{nearest(function, names)}")
     return wrong
