@@ -66,8 +66,9 @@ rates come from publications or from the data sheet.
 FACTS_HEAD = """\
 # Coefficients of the time estimate: seconds = value * (seconds of the term at the GPU's highest rate). See
 # estimate/time/work.py and rates.py. Written by `scripts/time_estimates.py --write`. `prior` and `why` are
-# written by hand. Some priors were chosen after looking at these runs. `runs` counts the runs in which the term takes
-# at least 5 % of a step. `error` is the error if each step is estimated without its own runs. `spread` is the factor
+# written by hand. Some priors were chosen after looking at these runs. `gpus` are the GPUs with runs of at least three
+# models: estimates for other GPUs have a wider range. `runs` counts the runs in which the term takes at least 5 % of a
+# step. `error` is the error if each step is estimated without its own runs. `spread` is the factor
 # around an estimate that contains 90 % of the runs of unseen models, if the GPU or the host limits the speed.
 """
 
