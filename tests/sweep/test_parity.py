@@ -116,6 +116,19 @@ def test_fp8_is_compared_with_products_that_are_rounded_without_its_kernels(proc
     assert "layer 1" in plan.judgements()[1].reason
 
 
+def test_with_a_graph_plain_training_rounds_the_same_micro_batches_to_8_bits(tmp_path):
+    shapes = []
+    for graph in (True, False):
+        on = {"fp8": "tensorwise", "cuda_graph": graph, "packing": True, "fixed_shape": True, "chunked_loss": True}
+        model = {"id": "tiny/qwen3", "weights": "random", "dtype": "bfloat16"}
+        train = {"batch_size": 4, "max_steps": 8}
+        recipe = tiny("fp8", base={"train": train}, model=model, optimizations=on, train=train | {"precision": "bf16"})
+        plan = plan_of(tmp_path, recipe, seeds=0)
+        spec = plan.record_of(plan.plain(recipe), recipe).spec
+        shapes.append((spec.train.batch_size, spec.train.gradient_accumulation_steps, spec.dataset.samples))
+    assert shapes == [(9, 1, 9), (4, 9, 9)]
+
+
 # --- the levels, on numbers -------------------------------------------------------------------------------------------
 
 

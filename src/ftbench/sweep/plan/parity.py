@@ -164,7 +164,8 @@ class ParityPlan(Grid):
             "train.warmup_steps": 0, "measure.gradients": STEPS, "measure.control": control,
             "measure.weights_of": self.train(recipe.reference, 0).run.run_id,
         }  # fmt: skip
-        if spec.optimizations.cuda_graph:  # CUDA graphs do not support gradient accumulation
+        # CUDA graphs do not support gradient accumulation, and a scale of 8-bit numbers covers one micro-batch.
+        if spec.optimizations.cuda_graph or (recipe.spec.optimizations.cuda_graph and spec.measure.round_products):
             changes |= {"train.batch_size": dataset.samples, "train.gradient_accumulation_steps": 1}
         if spec.method.adapters:
             changes["method.dropout"] = 0.0
