@@ -51,7 +51,7 @@ def test_resolved_settings_carry_value_and_reason(local):
     path, _ = local
     found = resolve(load(path, ["recipe=fastest-fp8", "method=lora"]), AMPERE).resolved
     assert {key: each["value"] for key, each in found.items()} == {
-        "model.dtype": "bfloat16", KERNELS: False, "optimizations.fp8": "tensorwise",
+        "model.dtype": "bfloat16", KERNELS: False, "optimizations.fp8": "tensorwise", "optimizations.cuda_graph": False,
     }  # fmt: skip
     assert "9.0" in found[KERNELS]["reason"]
     assert resolve(load(path, ["model.dtype=float32", "train.precision=fp32"]), AMPERE).resolved == {}

@@ -189,9 +189,9 @@ class _Limits:
     and a limit computed from the errors of plain bfloat16.
 
     The computed limit of a direction error uses medians over tensors. Norm errors scatter around 0, and their median
-    over a few tensors can be small by chance. Therefore, the computed limit of a norm error also uses the root mean
-    square over all tensors. A direction error of size d multiplies the norm by `1 + d**2 / 2`. Therefore, the limit of
-    a norm error is at least `d**2 / 2`, where d is the limit of the direction error.
+    over a few tensors can be small by chance. Therefore, the computed limit of a norm error uses root mean squares: of
+    the group and of all tensors. A direction error of size d multiplies the norm by `1 + d**2 / 2`. Therefore, the
+    limit of a norm error is at least `d**2 / 2`, where d is the limit of the direction error.
     """
 
     budget: float | None
@@ -200,7 +200,7 @@ class _Limits:
 
     def of_median(self, members: Sequence[str]) -> float:
         typical = _root_mean_square if self.direction else _median
-        sizes = [max(_median(other.get(name, 0.0) for name in members), typical(other.values()))
+        sizes = [max(typical([other.get(name, 0.0) for name in members]), typical(other.values()))
                  for other in self.rounding]  # fmt: skip
         longer = self.direction.of_median(members) ** 2 / 2 if self.direction else 0.0
         return max(FACTOR * max(sizes, default=0.0), longer, (self.budget or 0.0) / 2)

@@ -134,8 +134,9 @@ def graph_left_out(spec: Experiment, capability: Capability) -> str | None:
     why = [reason.removeprefix("optimizations.cuda_graph: ").partition(": ")[0] for reason in _cuda_graph(spec)]
     names = ("gradient_checkpointing", "activation_offload", "optimizer_in_backward")
     why += [f"optimizations.{name} is on" for name in names if getattr(spec.optimizations, name)]
-    if (spec.method.name, spec.optimizations.attention, spec.optimizations.fp8) != ("lora", "varlen", "off"):
-        why.append("it was judged only with method lora, attention varlen and fp8 off")
+    judged = (spec.method.name, spec.optimizations.attention) == ("lora", "varlen")
+    if not judged or spec.optimizations.fp8 not in ("off", DELAYED):
+        why.append(f"it was judged only with method lora, attention varlen and fp8 off or {DELAYED}")
     if capability != MEASURED:
         why.append(f"it was measured only on compute capability {'.'.join(map(str, MEASURED))}")
     if (kind := family(spec.model)) not in GRAPHED_FAMILIES:
