@@ -29,9 +29,10 @@ _OLDER_LINK_GBS, _PCIE_5 = 25.0, (9, 0)  # PCIe 4.0 x16 of Ampere and Ada: 31.5 
 # A lower power limit lowers clock and voltage: rate = constant * watts ** exponent. In the GPU table, the exponent is
 # 0.47 between H100 PCIe and SXM5, and 0.49 between L4 and L40S.
 _POWER_EXPONENT = 0.5
-# A board with fewer watts per GB/s of bandwidth than this reaches its power limit before its memory bandwidth. The value
-# is that of an H100 SXM5. An H200 has 1.43 times the bandwidth with the same 700 W, but `fastest` and `fastest-fp8` are
-# only 1.03 and 1.06 times as fast on it (results/h100/records and results/h200/records; both run at the power limit).
+# A board with fewer watts per GB/s of bandwidth than this reaches its power limit before its memory bandwidth. The
+# value is that of an H100 SXM5. An H200 has 1.43 times the bandwidth with the same 700 W, but `fastest` and
+# `fastest-fp8` are only 1.03 and 1.06 times as fast on it (results/h100/records and results/h200/records; both run at
+# the power limit).
 _WATTS_PER_GBS = 700 / 3350
 # Pixel values that an image processor computes per second. On the host of an H200, a plain script with Pillow took 0.25
 # s for 20 tiles of 336 x 336. (Batch 4 of 500 x 500 pixels: a step took 1.65 s without and 1.40 s with loader
