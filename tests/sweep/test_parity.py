@@ -170,6 +170,18 @@ def test_rounding_recipe_may_have_twice_the_error_of_plain_bfloat16(mine, states
     assert tuple(level.state for level in found) == states
 
 
+def test_a_scaled_weight_change_fails_even_if_rounding_changes_its_direction():
+    adam, scaled = (record(direction=0.3, norm=norm) for norm in (0.001, 0.03))
+    assert verdict.gradient(adam, [adam], spec_in("bf16")).state == PASS
+    assert verdict.gradient(scaled, [adam], spec_in("bf16")).state == FAIL
+
+
+def test_weights_that_plain_bfloat16_does_not_change_either_may_stay_the_same():
+    still = BF16 | {"problems": ["norm has no weight change at initial weights"]}
+    assert verdict.gradient(still, [still], spec_in("bf16")).state == PASS
+    assert verdict.gradient(still, [BF16], spec_in("bf16")).state == FAIL
+
+
 def test_yardstick_without_finite_numbers_is_inconclusive():
     empty = record() | {"tensors": [], "losses": {}}
     assert verdict.gradient(record() | {"tensors": []}, [empty], spec_in("fp32")).state == INCONCLUSIVE

@@ -77,6 +77,12 @@ def test_loss_and_gradients_equal_peft(monkeypatch, kind, form):
         torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-5)
 
 
+def test_outputs_in_32_bits_keep_the_dtype_of_16_bit_weights():
+    plain, ours = model_of(dtype=torch.bfloat16), model_of(dtype=torch.bfloat16)
+    fused_lora.apply(ours, ON)  # bfloat16 weights with train.precision fp32
+    torch.testing.assert_close(learned(ours)[0], learned(plain)[0], rtol=2 * BF16, atol=0)
+
+
 def test_peft_still_owns_each_weight():
     plain, ours = model_of(), model_of()
     fused_lora.apply(ours, ON)

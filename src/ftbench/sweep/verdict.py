@@ -108,8 +108,10 @@ def gradient(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], s
     """Compare gradients and weight changes with the reference, and return the result. A missing gradient fails."""
     if not record["losses"]:
         return LevelResult("gradient", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")
-    if record["problems"]:
-        return LevelResult("gradient", FAIL, "; ".join(record["problems"]))
+    # bfloat16 weights near 1 cannot change by less than 0.004, neither in the recipe nor in plain bfloat16.
+    rounded = {each for other in rounding for each in other["problems"] if "no weight change" in each}
+    if problems := [each for each in record["problems"] if each not in rounded]:
+        return LevelResult("gradient", FAIL, "; ".join(problems))
     if rounds(spec) and not any(other["tensors"] for other in rounding):
         return LevelResult("gradient", INCONCLUSIVE, f"{PLAIN} has no finite gradient to compare with")
     return _result("gradient", tensor_checks(record, rounding, spec), "")
@@ -165,9 +167,7 @@ def _result(level: str, checks: Sequence[_Check], unit: str) -> LevelResult:
 def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> list[_Check]:
     """Return (name, error, limit) of each tensor, and of the medians over each layer, each module and all tensors.
 
-    A weight change is not checked if plain bfloat16 rounds it to zero. For example, bfloat16 weights near 1 cannot
-    change by less than 0.004.
-    """
+    A weight change is not checked if plain bfloat16 rounds it to zero."""
     names = kinds(spec)
     errors, allowed = _errors(record), [_errors(other) for other in rounding]
     checks = []
@@ -191,7 +191,9 @@ class _Limits:
     The computed limit of a direction error uses medians over tensors. Norm errors scatter around 0, and their median
     over a few tensors can be small by chance. Therefore, the computed limit of a norm error uses root mean squares: of
     the group and of all tensors. A direction error of size d multiplies the norm by `1 + d**2 / 2`. Therefore, the
-    limit of a norm error is at least `d**2 / 2`, where d is the limit of the direction error.
+    limit of a norm error is at least `d**2 / 2`, where d is the limit of the direction error. But Adam's first step
+    changes each weight by about the learning rate, and no direction error changes its norm. Therefore, this allowance
+    for a median is at most FACTOR times the computed limit, unless `BUDGETS` has a limit for d.
     """
 
     budget: float | None
@@ -202,8 +204,11 @@ class _Limits:
         typical = _root_mean_square if self.direction else _median
         sizes = [max(typical([other.get(name, 0.0) for name in members]), typical(other.values()))
                  for other in self.rounding]  # fmt: skip
+        limit = FACTOR * max(sizes, default=0.0)
         longer = self.direction.of_median(members) ** 2 / 2 if self.direction else 0.0
-        return max(FACTOR * max(sizes, default=0.0), longer, (self.budget or 0.0) / 2)
+        if self.direction and not self.direction.budget:
+            longer = min(longer, FACTOR * limit)
+        return max(limit, longer, (self.budget or 0.0) / 2)
 
     def of_tensor(self) -> float:
         largest = max((error for other in self.rounding for error in other.values()), default=0.0)

@@ -163,7 +163,8 @@ class BesideGroup(AdapterGroup):
         (joined,) = self.joined
         alone = [] if joined else [layer.get_base_layer()(x) for layer in self.layers]
         made = joined(x).split(self.sizes, -1) if joined else alone
-        return [base + part.view(*x.shape[:-1], -1) for base, part in zip(made, added, strict=True)]
+        pairs = zip(made, added, strict=True)  # the sum has the dtype of the base layer, as in peft
+        return [(base + part.view(*x.shape[:-1], -1)).to(base.dtype) for base, part in pairs]
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A of all layers (layers * rank, in) and s * B of all layers (out, rank). s is the scale of LoRA."""
