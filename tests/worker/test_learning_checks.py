@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import train_in
+from conftest import spec_of, train_in
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
-from ftbench.store.rundir import read_json
+from ftbench.store.rundir import RunDir, read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.data.synthetic import draw
 from ftbench.worker.data.tokens import IGNORE
-from ftbench.worker.measure.levels import WIDTH, sketch
+from ftbench.worker.measure.levels import WIDTH, Levels, sketch
 
 CHAIN = {"mean_length": None, "length": 32, "samples": 200, "structure": "tasks", "eval_samples": 16}
 FULL = {"name": "full"}
@@ -97,6 +98,17 @@ def test_recorded_gradients_are_those_before_clipping_at_the_given_weights(train
     assert kept["losses"].shape == (4, 9)
     lost = train_here(dataset=tasks, train=steps)
     assert not lost.gradients.exists()
+
+
+@pytest.mark.parametrize(("norm", "most", "kept"), [(None, 0.0, 0.5), (4.0, 1.0, 128.0)])
+def test_recorded_gradients_do_not_have_the_scale_of_fp16(tmp_path, norm, most, kept):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    scaler = SimpleNamespace(get_scale=lambda: 64.0)
+    loop = SimpleNamespace(accelerator=SimpleNamespace(scaler=scaler), optimizer=torch.optim.SGD([weight], lr=1.0))
+    levels = Levels(spec_of(measure={"gradients": 2}), RunDir(tmp_path), loop, SimpleNamespace(grad_norm=norm))
+    levels._parameters, weight.grad = {"weight": weight}, torch.tensor([32.0])  # clipping removes the scale
+    levels.on_pre_optimizer_step(SimpleNamespace(max_grad_norm=most), SimpleNamespace(global_step=1), None)
+    assert levels._kept["gradient"][0][0][0] == kept
 
 
 def test_tasks_need_their_prompts_and_mask_them():

@@ -68,8 +68,8 @@ def _optimizer_in_backward(spec: Experiment) -> Iterator[str]:
         yield f"{name} supports only objective sft: set it to off"
     if spec.launch.gpus > 1:
         yield f"{name} is for one GPU: set it to off"
-    if spec.measure.gradients or spec.measure.control == "reversed_gradient":
-        yield f"{name} keeps no gradients: set measure.gradients to 0 and measure.control to off"
+    if spec.measure.gradients:
+        yield f"{name} keeps no gradients: set measure.gradients to 0"
     if spec.optimizations.optimizer_in_backward == "offload":
         if train.optimizer.startswith("paged"):
             yield f"{name} offload: {train.optimizer} already pages its state: set it to on, or use adamw_bnb_8bit"

@@ -262,12 +262,11 @@ class ParityPlan(Grid):
         return None
 
     def agreement(self, recipe: Contender, record: Job) -> dict[str, Any]:
-        """Return the comparison of a run with its reference. If agreement.json is missing or old, write this file."""
+        """Return the comparison of a run with its reference. If agreement.json is from other runs, write it again."""
         reference = self.record_of(recipe.reference, recipe).run
         runs = [f"{run.run_id} {read_json(run.state).get('ended_at')}" for run in (reference, record.run)]
         kept = self._kept.get(record) or read_json(record.run.agreement)
-        same = kept.get("runs", runs) == runs and kept.get("reference", reference.run_id) == reference.run_id
-        if not same or not {"problems", "losses", "tensors"} <= kept.keys():  # older files have only the reference
+        if kept.get("runs") != runs:
             kept = {"runs": runs} | agreement(reference, record.run)
             write_json(record.run.agreement, kept)
         self._kept[record] = kept

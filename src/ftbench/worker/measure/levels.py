@@ -72,6 +72,8 @@ class Levels(TrainerCallback):
         norm, optimizer = self._recording.grad_norm, innermost(self._loop.optimizer)
         in_place = norm is not None and args.max_grad_norm and getattr(optimizer, "factor", None) is None
         unclip = max(1.0, float(norm) / args.max_grad_norm) if in_place else 1.0
+        if (scaler := self._loop.accelerator.scaler) and not args.max_grad_norm:  # clipping also removes the scale
+            unclip /= scaler.get_scale()
         self._keep("gradient", {n: torch.zeros_like(p) if p.grad is None else p.grad * unclip
                                 for n, p in self._parameters.items()})  # fmt: skip
         groups = optimizer.param_groups

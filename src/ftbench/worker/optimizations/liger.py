@@ -4,7 +4,6 @@ from typing import Any
 
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
-from ftbench.worker.optimizations import chunked_loss
 
 
 def apply(model: Any, spec: Experiment) -> None:
@@ -27,7 +26,4 @@ def modules(model: Any) -> int:
 def verify(model: Any, spec: Experiment) -> list[str]:
     if not spec.optimizations.liger:
         return []
-    sentences = [] if modules(model) else ["optimizations.liger is on and no module uses Liger's kernels"]
-    if not spec.optimizations.chunked_loss and chunked_loss.is_on(model):
-        sentences.append("optimizations.liger is on and the loss is not Liger's")
-    return sentences
+    return [] if modules(model) else ["optimizations.liger is on and no module uses Liger's kernels"]
