@@ -17,6 +17,7 @@ from ftbench.worker import training_run
 from ftbench.worker.measure.batch_count import COUNT, BatchCount, count_of
 from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.measure.recorder import Recorder
+from ftbench.worker.outcome import Terminated
 
 CPU = torch.device("cpu")
 
@@ -61,6 +62,21 @@ def test_plain_loop_is_recorded(recorder, tmp_path):
     assert (first.real_tokens, first.padded_tokens, first.label_tokens, first.samples) == (20, 24, 18, 6)
     assert (first.longest_sequence, first.learning_rate, first.phase, first.rank) == (4, 0.5, "train", 0)
     assert all(row.data_time_s + row.forward_backward_s + row.optimizer_s <= row.step_time_s for row in found)
+
+
+def test_signal_during_the_last_wait_loses_no_step(recorder, tmp_path, monkeypatch):
+    def interrupted(mark=None):
+        raise Terminated
+
+    recorder.start()
+    recorder.begin_step()
+    recorder.end_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder.clock, "wait", interrupted)
+        with pytest.raises(Terminated):
+            recorder.finish()
+    recorder.finish()  # as the worker does after an error
+    assert [row.step for row in rows(tmp_path)] == [1]
 
 
 def test_unreported_values_are_empty(recorder, tmp_path):

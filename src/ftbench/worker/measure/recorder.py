@@ -189,10 +189,10 @@ class Recorder:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait for the device, write the remaining steps and close the file. Later calls do nothing."""
+        """Wait for the device, write the remaining steps and close the file. Later calls do nothing, unless a signal
+        interrupted this call."""
         if self._finished:
             return
-        self._finished = True
         with suppress(RuntimeError):  # the CUDA context is broken; an earlier call has raised
             self.clock.wait()
         self._stop.set()
@@ -202,6 +202,7 @@ class Recorder:
             if self.sampler:
                 self.sampler.take()
             self.drain(last=True)
+        self._finished = True
         self._writer.close()
         self._raise_failure()
 
