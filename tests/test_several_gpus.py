@@ -50,9 +50,7 @@ def run(folder: Path, gpus: int, strategy: str, before: Any = None, **parts: Any
     """Run a spec on this number of ranks with the same global batch."""
     launch = {"gpus": gpus, "strategy": strategy if gpus > 1 else "none"}
     shares = {"tp": 1, "ep": 1, "cp": 1, "tp+fsdp": max(1, gpus // 2)}.get(strategy, gpus)
-    epochs = 2 if parts.get("method") == LORA["method"] else 1
-    train = {"batch_size": 2, "gradient_accumulation_steps": 4 // shares, "epochs": epochs, **SGD}
-    train |= parts.get("train", {})
+    train = {"batch_size": 2, "gradient_accumulation_steps": 4 // shares, "epochs": 1, **SGD, **parts.get("train", {})}
     folder.mkdir(parents=True, exist_ok=True)
     spec = write_spec(folder, **{"dataset": DATA, **parts, "train": train, "launch": launch})
     with Command(spec, folder / "out", before=before) as command:
@@ -93,7 +91,7 @@ def pair(tmp_path_factory):
 
 KEPT = {"measure": {"save_adapter": True}}
 LORA = {"method": {"name": "lora"}, **KEPT}
-FULL, QLORA = {"method": {"name": "full"}}, {"method": {"name": "qlora"}}
+FULL, QLORA = {"method": {"name": "full"}}, {"method": {"name": "qlora"}, "train": {"epochs": 2}}
 HALF = {"train": {"precision": "bf16"}}
 AGAIN = {"optimizations": {"gradient_checkpointing": True}}
 EXPERTS = {"model": {"id": "tiny/qwen3-moe", "weights": "random"}}
