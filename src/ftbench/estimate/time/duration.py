@@ -36,7 +36,7 @@ MEASURED, FORMULA, SHEET = "measured", "formula", "data sheet"  # FORMULA: formu
 # SHEET_SPREAD, which comes from the rows of other cards in docs/evidence/published.md.
 MEASURED_SPREAD, SHEET_SPREAD = 1.05, 1.2
 ROUGH_SPREAD = 2.0  # additional factor for specs that are known only roughly, and for several machines
-JOINED_SPREAD = 1.25  # additional factor for padding-free batches of unsloth (six scripts: -30 to +42 %)
+JOINED_SPREAD = 1.25  # additional factor for padding-free batches of unsloth (seven scripts: -33 to +28 %)
 SEVERAL_SPREAD = 1.15  # additional factor for several GPUs, because waiting for other GPUs was not measured
 # Additional factor for DeepSpeed. The formulas do not include its work on the CPU and the passes over its partitions. A
 # step of ZeRO-3 without prefetching took 1.5 times the estimated time (results/h200/several-gpus).

@@ -61,8 +61,8 @@ _REPLAYED, _OUTSIDE = 0.05, 600
 # pass twice as many.
 _LOOP_OPS = 96
 # Operations per layer and sample of unsloth's padding-free batches. unsloth computes attention sample by sample,
-# because torch 2.11 lacks varlen_attn with enable_gqa, and does not compile these layers. For six plain scripts the
-# estimates were -33 to +27 % off (Qwen3-8B and 32B, 4 to 32 samples per step, docs/evidence/published.md).
+# because torch 2.11 lacks varlen_attn with enable_gqa, and does not compile these layers. For seven plain scripts the
+# step times were -33 to +28 % off (Qwen3-8B and 32B, 4 to 32 samples per step, docs/evidence/published.md).
 _SEGMENT_OPS = 40
 _RECOMPUTED = 1 / 3  # work of a recomputed forward pass, relative to a layer's forward and backward pass
 
