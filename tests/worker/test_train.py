@@ -53,6 +53,13 @@ def test_applied_lists_4_bit_layers_of_qlora(train_here):
     assert "uint8" in applied["model"]["weights_gb_by_dtype"]
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_adapters_of_a_4_bit_model_have_the_precision_of_the_training(train_here, precision, dtype):
+    """trl casts them to bfloat16, but the reference of a parity check needs float32."""
+    applied = read_json(train_here(method={"name": "qlora"}, train={"precision": precision}).applied)
+    assert {*applied["optimizer"]["state"]} == {f"exp_avg: {dtype}", f"exp_avg_sq: {dtype}"}
+
+
 def test_quantised_parameters_are_counted_before_packing(train_here):
     lora, qlora = (read_json(train_here(method={"name": name}).applied) for name in ("lora", "qlora"))
     assert lora["parameters"] == qlora["parameters"]

@@ -127,6 +127,9 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         data_collator=collator,
         **optimizer.arguments(spec),
     )
+    if spec.method.quantised and spec.train.precision == "fp32":  # trl casts adapters on quantized models to bfloat16
+        for parameter in (each for each in model.parameters() if each.requires_grad):
+            parameter.data = parameter.data.float()
     if own_batches:
         loop.data_collator.torch_call = collate.counting(loop.data_collator.torch_call)
     # Losses of Qwen's vision models accept the number of label tokens, but transformers does not pass the number.

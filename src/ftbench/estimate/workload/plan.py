@@ -142,6 +142,8 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         raise SpecError(f"optimizations.triton_kernels does not support {model.family}: set it to off")
     weight, autocast = DTYPE_BYTES[spec.model.dtype], spec.train.precision != "fp32"
     compute = 2 if autocast or weight == 2 else 4
+    # peft creates float32 adapters. For a bitsandbytes model in 16-bit precision, trl casts them to bfloat16.
+    half = autocast and isinstance(method, Qlora) and not method.mxfp4
     return TrainingPlan(
         full=isinstance(method, Full),
         quantised=method.quantised,
@@ -151,8 +153,7 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         upcast=4 if is_upcast(method, model) else weight,
         compute=DTYPE_BYTES[method.compute_dtype] if isinstance(method, Qlora) else compute,
         autocast=autocast,
-        # peft creates float32 adapters. For a bitsandbytes model, trl casts the adapters to bfloat16.
-        adapter=0 if isinstance(method, Full) else 2 if isinstance(method, Qlora) and not method.mxfp4 else 4,
+        adapter=0 if isinstance(method, Full) else 2 if half else 4,
         rank=getattr(method, "rank", 0),
         targets=targets(method, model),
         looped_experts=isinstance(method, EarlierUnsloth) and model.has_experts,
