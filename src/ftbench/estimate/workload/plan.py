@@ -141,7 +141,6 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
     if on.triton_kernels and model.family not in KERNEL_FAMILIES:
         raise SpecError(f"optimizations.triton_kernels does not support {model.family}: set it to off")
     weight, autocast = DTYPE_BYTES[spec.model.dtype], spec.train.precision != "fp32"
-    compute = 2 if autocast or weight == 2 else 4
     # peft creates float32 adapters. For a bitsandbytes model in 16-bit precision, trl casts them to bfloat16.
     half = autocast and isinstance(method, Qlora) and not method.mxfp4
     return TrainingPlan(
@@ -151,7 +150,7 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         unsloth=isinstance(method, Unsloth),
         weight=weight,
         upcast=4 if is_upcast(method, model) else weight,
-        compute=DTYPE_BYTES[method.compute_dtype] if isinstance(method, Qlora) else compute,
+        compute=DTYPE_BYTES[method.compute_dtype] if isinstance(method, Qlora) else 2 if autocast or weight == 2 else 4,
         autocast=autocast,
         adapter=0 if isinstance(method, Full) else 2 if half else 4,
         rank=getattr(method, "rank", 0),
