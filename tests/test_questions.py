@@ -8,6 +8,7 @@ import json
 import random
 import re
 import shlex
+import sys
 
 import pytest
 
@@ -116,6 +117,12 @@ def test_the_answer_is_in_the_first_ten_lines_without_yaml(ftbench, tmp_path, mo
     ("run Qwen/Qwen3-8B --dataset no.jsonl", "--dataset no.jsonl: no such file", "ftbench list datasets"),
     ("run Qwen/Qwen3-8B --set train.max_length=9", "train.max_length: no such key", "did you mean dataset.max_length?"),
     ("init Qwen/Qwen3-8B --gpu 4090", "init: needs --dataset without a terminal", "ftbench init Qwen/Qwen3-8B"),
+    ("init Qwen/Qwen3-8B --gpu 4090 --dataset 9 --samples 0", "--samples 0: must be from 1", "--samples 20000"),
+    ("recommend Qwen/Qwen3-8B --gpu 4090 --prices .", ".: a folder, not a file", "(see configs/prices.yaml)"),
+    ("sweep --status p.yaml", "p.yaml: a file, not a folder", "name the folder of the sweep"),
+    ("sweep --status .", "no sweep found", "name the folder of the sweep"),
+    ("import p.yaml --name a --model '' --method lora --gpu cpu", "--model is empty", "name the model"),
+    ("import p.yaml --name a --model m --method lora --gpu ''", "--gpu is empty", "name the model, and the GPU or cpu"),
 ])  # fmt: skip
 def test_bad_input_gets_a_fact_and_a_next_step(ftbench, tmp_path, monkeypatch, command, fact, fix):
     monkeypatch.chdir(tmp_path)
@@ -125,6 +132,15 @@ def test_bad_input_gets_a_fact_and_a_next_step(ftbench, tmp_path, monkeypatch, c
     assert (code, out) == (2, "")
     assert fact in err
     assert fix in err
+
+
+def test_init_asks_again_if_the_answer_is_not_a_number(ftbench, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("many\n50\n"))
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    options = ("--dataset", "300", "--gpu", "4090", "-o", tmp_path / "run.yaml")
+    assert ftbench("init", "tiny/llama", *options)[0] == 0
+    assert "samples: 50" in (tmp_path / "run.yaml").read_text()
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def test_likely_failures_are_reported_before_the_run(
     assert (said or "") in (doubt or "")
 
 
-@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), (None, 3)])
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), ("", 130), (None, 3)])
 def test_only_a_terminal_is_asked(
     ftbench: Any, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None, code: int
 ) -> None:

@@ -111,7 +111,7 @@ def test_optimizations_that_are_on_are_not_suggested(ftbench, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("99", "no run matches (3 runs; `ftbench report` lists them)"),
+        ("99", f"no run matches (3 runs; `ftbench report {RESULTS / 'launch-bound'}` lists them)"),
         ("nothing", "matches"),
         ("b1", "choose one by its number"),
     ],

@@ -16,7 +16,7 @@ import typer
 from ftbench import __version__
 from ftbench.cli.shared import app, current_options, emit, log
 from ftbench.core.units import some
-from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
+from ftbench.errors import FtbenchError, MissingError
 
 MODULES = ("train", "plans", "report", "estimate", "machine")  # --help lists them in this order
 _MAX_ERROR_LINES = 20
@@ -41,8 +41,6 @@ def main() -> None:
         app(args=current_options(sys.argv[1:]))
     except FtbenchError as error:
         _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted", INTERRUPTED)
     except OSError as error:
         if error.filename is None:
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -167,18 +167,20 @@ def init(
     dataset = dataset or _ask("--dataset", "Which data? A file, a data set, or mean tokens of a sample", "sample")
     own = (machine.gpu() or {}).get("name", "RTX 4090")
     names = _joined(gpu) or _ask("--gpu", "Which GPU? `ftbench list gpus` lists them", own)
-    samples = samples or int(_ask("--samples", "How many samples will it train on?", "1000"))
+    if samples is None:
+        samples = _ask("--samples", "How many samples will it train on?", 1000)
     of_length = dataset.isdecimal()
     sets = spec_sets(None, None, None if of_length else dataset, int(dataset) if of_length else None, samples)
     _recommend(RecommendRequest(model, sets, names, samples=samples, output=output), force=True)
 
 
-def _ask(option: str, question: str, default: str) -> str:
-    """Ask a question on the terminal, and return the answer. Raise SpecError if there is no terminal."""
+def _ask(option: str, question: str, default: str | int) -> Any:
+    """Ask a question on the terminal. Return the answer, which has the type of `default`.
+
+    Raise SpecError if there is no terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise SpecError(
             f"init: needs {option} without a terminal, for example `ftbench init Qwen/Qwen3-8B --dataset data.jsonl "
             "--gpu 4090 --samples 20000`"
         )
-    answer: str = typer.prompt(question, default=default, err=True)
-    return answer
+    return typer.prompt(question, default=default, err=True)

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ftbench.core import processes
 from ftbench.core.units import some
-from ftbench.errors import BROKEN_PIPE, MissingError, SpecError
+from ftbench.errors import BROKEN_PIPE, INTERRUPTED, MissingError, SpecError
 
 _MAX_LINE = 2000  # maximum number of characters of a line on stderr
 # Former names of options, by command. They still work, with a notice on stderr.
@@ -47,6 +47,14 @@ class Command(TyperCommand):
 
 class Commands(TyperGroup):
     """The group of all commands. The help shows the full description of each command."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Exit with 130 after Ctrl-C, also at a question."""
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, typer.Abort):
+            log("ftbench: interrupted")
+            raise typer.Exit(INTERRUPTED) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the name and the description of each command."""

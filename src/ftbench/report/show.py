@@ -231,4 +231,5 @@ def _record(name: str, paths: Sequence[Path]) -> tuple[Record, Sequence[Record]]
         how = f", `ftbench show NUMBER {folder}`" if folder.is_dir() else ""
         raise SpecError(f"show {shortened(name)}: several runs match: {named}: choose one by its number{how}")
     count, near = units.some(len(records), "run"), nearest(name, {str(record["run_id"]) for record in records})
-    raise SpecError(f"show {shortened(name)}: no run matches{near} ({count}; `ftbench report` lists them)")
+    listing = shlex.join(["ftbench", "report", *map(str, paths)])
+    raise SpecError(f"show {shortened(name)}: no run matches{near} ({count}; `{listing}` lists them)")

@@ -157,7 +157,7 @@ def _text(path: Path, most: int, missing: str = "") -> str:
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file{missing}") from None
     except IsADirectoryError:
-        raise SpecError(f"{path}: a folder, not a file (the folder of a model has a config.json)") from None
+        raise SpecError(f"{path}: a folder, not a file{missing}") from None
     except OSError as error:
         raise SpecError(f"{path}: {file_problem(error)}") from None
     except ValueError:  # the path has a NUL character, or half of a surrogate pair

@@ -50,12 +50,15 @@ def status(folder: Path) -> dict[str, Any]:
 
     The key `alive` is True if the sweep is running. Raise SpecError if the folder does not have a sweep.
     """
+    if folder.is_file():
+        raise SpecError(f"{folder}: a file, not a folder; name the folder of the sweep, DIR/NAME below --out DIR")
     board, problem = read_document(folder / BOARD)
     if problem is not None:
         raise SpecError(f"{folder}: {problem}; the next run of the sweep writes it again")
     if not board:
-        inside = sorted(str(path.parent) for path in folder.glob(f"*/{BOARD}")) if folder.is_dir() else []
-        raise SpecError(f"{folder}: no sweep found" + (f"; did you mean {', '.join(inside)}?" if inside else ""))
+        inside = ", ".join(sorted(str(path.parent) for path in folder.glob(f"*/{BOARD}")))
+        hint = f"did you mean {inside}?" if inside else "name the folder of the sweep, DIR/NAME below --out DIR"
+        raise SpecError(f"{folder}: no sweep found; {hint}")
     alive = is_held(folder)
     running, names = {}, {job["run"] for job in board["jobs"]}
     for name in (name for name in board["running"] if alive and name in names):
