@@ -374,6 +374,7 @@ WRONG = [
     ({"axis": {"train.batch_size": [4]}}, [], [], 2, "did you mean axes"),
     ({"axes": {"launch.mock": ["ok", "off"]}}, [], [], 2, "cannot mix mock runs and real runs"),
     ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--until-oom"], 3, "needs a GPU"),
+    ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--until-oom"], 3, "it ignores the values of train.batch_size"),
     ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--gpu-ids", "0,1"], 3, "no such GPU"),
 ]  # fmt: skip
 

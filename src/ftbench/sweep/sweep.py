@@ -82,6 +82,8 @@ def prepare(request: SweepRequest, notify: Callable[[str], None] = lambda text: 
     planner = _Planner(request, grid, machine, folder)
     if equal := len(planner.firsts) - len({(job.cell, job.spec.measure.repeats) for job in planner.firsts}):
         notify(f"{equal} of {len(grid)} cells differ from another one only in settings without effect: they run once")
+    if request.until_oom and (ignored := [key for key in grid[0].values if key in _BATCH]):
+        notify(f"--until-oom searches for the largest batch: it ignores the values of {' and '.join(ignored)}")
     impossible = [(cell_name(cell), cell.refused) for cell in grid if cell.refused]
     plan, without_kernels = planner.plan(), _unpublished(grid, checks.capability(machine))
     return Ready(request, spec_text(request.spec), plan, slots, planner.device, impossible, without_kernels)
