@@ -44,6 +44,11 @@ def test_control_characters_are_removed():
     assert text_table([""], [["a\x1b[31mb\u202ec\nd"]]) == "a[31mbc d"
 
 
+def test_words_of_usual_length_are_not_broken():
+    text = text_table(["GPU", "recipe", ">n"], [["H200", "lora: varlen, checkpointing, packing", "1"]], 30)
+    assert "checkpointing," in text.split()
+
+
 @given(st.lists(st.text(max_size=40), min_size=1, max_size=5), st.integers(20, 60))
 def test_no_line_exceeds_the_width(words: list[str], width: int):
     text = text_table(["words", ">n"], [[word, "123"] for word in words], width)

@@ -538,3 +538,7 @@ def test_contended_runs_are_ignored_and_counted(tmp_path):
     found = estimate_duration(store.runs[0].spec, H200, store)
     assert found.step_s.expected == pytest.approx(1.0, rel=0.01)
     assert found.confidence == ("measured (same step, same GPU, 1 run); without 1 contended run and 1 diverged run")
+    other = store.runs[0].spec.model_copy(
+        update={"train": store.runs[0].spec.train.model_copy(update={"batch_size": 64})}
+    )
+    assert "contended" not in estimate_duration(other, H200, store).confidence

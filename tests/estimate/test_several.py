@@ -529,6 +529,9 @@ def test_a_problem_of_many_strategies_is_listed_once(tmp_path: Path) -> None:
     )
     assert "ddp, fsdp, zero1, zero2, zero3, tp, cp, pp: objective dpo supports one GPU" in refused
     assert refused.count("launch.gpus is") == 3  # 2, and for strategies of two or three parts 4 and 8
+    path.write_text(path.read_text().replace("lora\nobjective: dpo", "qlora"))
+    refused = estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all")).text.split("not supported:\n")[1]
+    assert "fsdp, tp, tp+fsdp, cp: cannot shard 4-bit weights" in refused
 
 
 @pytest.mark.parametrize(("strategy", "method", "why"), [

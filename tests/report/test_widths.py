@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 
 from ftbench.core.table import folded, text_table
-from ftbench.report import build, formats
+from ftbench.report import build, formats, runs_table
 from made_runs import MAX_Q, OOM, RESULTS, make_run, method, steps
 
 WIDTHS = (80, 120, 160)
@@ -121,6 +121,12 @@ def test_similar_notes_are_merged(ftbench, tmp_path):
                  applied={"warnings": [f"single steps show up to {watts} W"]})  # fmt: skip
     notes = [line for line in ftbench("report", tmp_path)[1].splitlines() if line.startswith("note: ")]
     assert notes == ["note: #1, #3: single steps show up to 789 W (similar: #2, #4)"]
+
+
+def test_a_row_with_several_runs_is_named_once_per_note():
+    records = [{"state": "ok", "run_id": row, "warnings": [f"up to {watts} W"]} for row, watts in (
+        ("a", 789), ("b", 791), ("a", 790), ("b", 789), ("c", 800), ("b", 792), ("c", 801))]  # fmt: skip
+    assert runs_table._notes(records) == ["a: up to 789 W (similar: b, c)"]
 
 
 def test_merged_row_has_the_warnings_of_all_repeats(ftbench, tmp_path):

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 NARROWEST = 12  # minimum width of a column with words
+_LONGEST = 15  # words up to this width are not broken
 _NAME = 28  # minimum width of the first column; it never takes more than a third of the line
 _LEAST_TERMINAL, _PAGE, _UNLIMITED = 40, 120, 10_000
 _PIPE: int | None = _PAGE  # maximum line length of a table without a terminal
@@ -117,14 +118,19 @@ def folded_command(command: str, indent: int = 2) -> str:
 
 def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """Return the minimum width of each column. Columns of numbers keep their width. Columns of words may shrink to
-    NARROWEST."""
+    NARROWEST,
+    or to the longest word that is not broken."""
     first = max(NARROWEST, min(_NAME, width // 3)) if all(columns) else NARROWEST
     widths = [
         max(map(cell_len, cells)) for cells in zip([name.removeprefix(">") for name in columns], *rows, strict=True)
     ]
     words = [at for at, name in enumerate(columns) if not name.startswith(">")]
-    limits = {at: first if at == words[0] else NARROWEST for at in words}
+    limits = {at: max(first if at == words[0] else NARROWEST, _longest_word(row[at] for row in rows)) for at in words}
     return [min(wide, limits.get(at, wide)) for at, wide in enumerate(widths)]
+
+
+def _longest_word(cells: Iterable[str]) -> int:
+    return max((cell_len(word) for cell in cells for word in cell.split() if len(word) <= _LONGEST), default=0)
 
 
 def _total(widths: Sequence[int]) -> int:

@@ -62,7 +62,9 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     for row in table:
         how = shared_how(row.launch)
         for why in row.problems:
-            refused.setdefault(why.removeprefix(f"{row.launch.strategy}: "), {})[row.launch.strategy] = None
+            name = row.launch.strategy
+            reason = why.removeprefix(f"{name}: ").removeprefix(f"launch.strategy: {name} ")
+            refused.setdefault(reason, {})[name] = None
         if row.memory and not row.problems:
             text = units.gibibytes(row.memory.device.expected) + _MARKS[row.memory.verdict]
             memory.setdefault(how, {})[row.launch.gpus] = text

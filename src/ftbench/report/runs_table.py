@@ -116,9 +116,8 @@ def _notes(records: Sequence[Record]) -> list[str]:
     for record in records:
         for text in filter(None, [long_reason(record), *record["warnings"]]):
             known, first, others = kinds.setdefault(_FIGURE.sub("0", text), (text, [], []))
-            runs, run = first if text == known else others, run_of(record)
-            if run not in runs[-1:]:
-                runs.append(run)
+            if (run := run_of(record)) not in (*first, *others):  # repeats have the number of their row
+                (first if text == known else others).append(run)
     notes = []
     for text, first, others in kinds.values():
         if len(first) == len(records) > 1:

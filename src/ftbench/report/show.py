@@ -174,7 +174,7 @@ def _changes(spec: Experiment, summary: Mapping[str, Any]) -> Iterator[tuple[str
 def _other_commands(run: RunDir, summary: Mapping[str, Any]) -> Iterator[Suggestion]:
     gpu, state = summary.get("gpu"), summary["state"]
     if (summary.get("contention") or {}).get("contended"):
-        yield Suggestion("the same run", "while nothing else uses the machine", (), _command("run", run))
+        yield Suggestion("the same run again", "while nothing else uses the machine", (), _command("run", run))
     elif gpu and state in ("ok", "oom"):
         command = _command("recommend", run, "--gpu", canonical_name(gpu))
         yield Suggestion("other recipes", "estimates of methods, batches and optimizations", (), command)

@@ -1,6 +1,7 @@
 """Name a training variant by its recipe, and write the variant as a command or as a spec file."""
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -79,7 +80,8 @@ def way_words(spec: Experiment) -> str:
     """Return a spec's method and optimizations as short text: `lora: fastest`, `lora: fastest without packing`."""
     name, differing = _nearest_recipe(spec)
     near = name and len(differing) <= 2
-    on = " ".join([name, *differing]) if near else ", ".join(_switches(spec.optimizations, spec)) or "plain"
+    text = re.sub(r"( with(?:out)? )(.*)\1", r"\1\2 and ", " ".join([name, *differing]))
+    on = text if near else ", ".join(_switches(spec.optimizations, spec)) or "plain"
     if spec.method.name != "unsloth":
         return f"{spec.method.name}: {on}"
     own = getattr(spec.method, "use_gradient_checkpointing", "off")

@@ -61,7 +61,7 @@ def _answer(best: Option) -> str:
 
 def _table(options: Sequence[Option], goal: Goal) -> str:
     """Return a table with one row per variant. Empty columns, and columns beyond the terminal width, are hidden."""
-    headings = ["GPU", "recipe", ">batch", ">time", ">cost", ">GiB", "deadline", ">range", "limited by", "known from"]
+    headings = ["GPU", "recipe", ">batch", ">time", ">cost", ">GiB", "deadline", ">range", "known from", "limited by"]
     rows = [_row(option, goal) for option in options]
     kept = [at for at in range(len(headings)) if any(row[at] for row in rows)]
     return text_table([headings[at] for at in kept], [[row[at] for at in kept] for row in rows])
@@ -72,8 +72,8 @@ def _row(option: Option, goal: Goal) -> list[str]:
     return [
         option.location, way_words(option.spec), _batch(option.spec), units.seconds(seconds.expected),
         str(option.cost or ""), units.gibibytes(option.memory.device.expected), _deadline(option, goal),
-        f"{units.seconds(seconds.low)} to {units.seconds(seconds.high)}", LIMITS.get(option.duration.bound, ""),
-        option.duration.basis,
+        f"{units.seconds(seconds.low)} to {units.seconds(seconds.high)}", option.duration.basis,
+        LIMITS.get(option.duration.bound, ""),
     ]  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def _notes(answer: Recommendation) -> list[str]:
     own = goal.spec.dataset.samples
     if goal.deadline_s:
         most = best.duration.samples_in(goal.deadline_s)
-        passes = f", {most.expected / own:,.0f} passes over the data set" if own else ""
+        passes = f", {units.some(round(most.expected / own), 'pass')} over the data set" if own else ""
         lines.append(
             f"in {units.seconds(goal.deadline_s)} the best variant trains {units.count(most.expected)} samples "
             f"({units.count(most.low)} to {units.count(most.high)}){passes}"

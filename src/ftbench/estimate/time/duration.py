@@ -21,7 +21,7 @@ from ftbench.estimate.time.communication import (
     offloaded_seconds,
     traffic,
 )
-from ftbench.estimate.time.history import RunHistory, TimedRun
+from ftbench.estimate.time.history import RunHistory, TimedRun, step_key
 from ftbench.estimate.time.rates import Ceilings, Step, ideal, limits_of, step
 from ftbench.estimate.workload.batches import batches_of, concatenates, per_step
 from ftbench.estimate.workload.model import TrainableShape, check_modelled, is_rough
@@ -157,7 +157,8 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
         between = f", assuming that links between {nodes} machines are as fast as within one" if nodes > 1 else ""
         confidence += f"; communication of {sharding.gpus} GPUs from their links{between}" if sharding.gpus > 1 else ""
         confidence += "; its memory is full, so the allocator flushes its cache" if flushes else ""
-    if left_out := [units.some(count, why) for (name, why), count in history.invalid.items() if name == gpu.name]:
+    key = (gpu.name, *step_key(spec))
+    if left_out := [units.some(count, why) for (step, why), count in history.invalid.items() if step == key]:
         confidence += f"; without {' and '.join(left_out)}"
     spread = _spread(spec, basis, modelled.host_bound, unlike)
     watts, source = _watts(gpu, same, modelled, offloaded)

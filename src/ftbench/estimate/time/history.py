@@ -57,7 +57,7 @@ class TimedRun:
 
 
 class RunHistory:
-    """The runs in the results folder `path` with a valid speed. `invalid` counts the other runs by GPU and reason.
+    """The runs in the results folder `path` with a valid speed. `invalid` counts the others by GPU, step and reason.
 
     The folder may also contain probes. By default, the `coefficients` of the time model come from
     facts/durations.yaml."""
@@ -66,7 +66,7 @@ class RunHistory:
         self, path: Path | None = None, runs: Sequence[TimedRun] = (), coefficients: Mapping[str, float] | None = None
     ) -> None:
         self.path, self.runs = path, [run for run in runs if not run.invalid]
-        self.invalid = Counter((run.gpu, run.invalid) for run in runs if run.invalid)
+        self.invalid = Counter(((run.gpu, *run.key), run.invalid) for run in runs if run.invalid)
         self.coefficients = coefficients or shipped_coefficients()
         self._by_step = grouped_by(self.runs, lambda run: (run.gpu, *run.key))
         self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}

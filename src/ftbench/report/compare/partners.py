@@ -62,7 +62,7 @@ def along(axis: str, runs: Sequence[Run]) -> tuple[str, list[Cell]]:
     if len(values) < 2:
         varying = [name for name in SHORT.values() if len({value_at(name, cell.facts) for cell in cells}) > 1]
         others = f": these keys vary: {', '.join(dict.fromkeys(varying))}" if varying else ""
-        raise SpecError(f"--compare {axis}: all runs have {next(iter(values))}, nothing to compare{others}")
+        raise SpecError(f"--compare {axis}: all runs have {axis} {next(iter(values))}, nothing to compare{others}")
     return key, cells
 
 
