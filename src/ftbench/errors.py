@@ -52,9 +52,9 @@ def open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def file_problem(error: OSError, what: str = "cannot be read ({})") -> str:
-    """Return `what` with the operating system's reason in place of `{}`: `cannot be read (Permission denied)`."""
-    return what.format(error.strerror)
+def file_problem(error: OSError) -> str:
+    """Return the reason why a file cannot be read: `cannot be read (Permission denied)`."""
+    return f"cannot be read ({error.strerror})"
 
 
 def json_problem(error: ValueError | RecursionError) -> str:

@@ -17,7 +17,7 @@ _ROWS = 1024  # number of rows of a Parquet file that are converted at once
 def image_problem(error: Exception) -> str:
     """Return the reason why an image file cannot be used, in one line and without object addresses."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{str(error.filename)[-120:]}: {file_problem(error, '{}')}"
+        return f"{str(error.filename)[-120:]}: {error.strerror}"
     message = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r" <_io\..*>", "", message)[:120]
 
