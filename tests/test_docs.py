@@ -104,7 +104,8 @@ def reader(tmp_path, monkeypatch):
         (text,) = re.findall(rf"```yaml\n# {name}\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
         (tmp_path / name).write_text(text, "utf-8")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    shutil.copytree(ROOT / "results" / "h200" / "headline" / "full", tmp_path / "results" / "night")
+    for name in ("first", "run"):  # the folders of first.yaml and run.yaml
+        shutil.copytree(ROOT / "results" / "h200" / "headline" / "full", tmp_path / "results" / name)
     monkeypatch.chdir(tmp_path)
 
 
