@@ -118,8 +118,7 @@ def folded_command(command: str, indent: int = 2) -> str:
 
 def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """Return the minimum width of each column. Columns of numbers keep their width. Columns of words may shrink to
-    NARROWEST,
-    or to the longest word that is not broken."""
+    NARROWEST, or to the longest word that is not broken."""
     first = max(NARROWEST, min(_NAME, width // 3)) if all(columns) else NARROWEST
     widths = [
         max(map(cell_len, cells)) for cells in zip([name.removeprefix(">") for name in columns], *rows, strict=True)
