@@ -81,8 +81,10 @@ class Cluster(Holder):
     def _wait(self, node: int, pattern: str) -> str:
         def written() -> str:
             assert self.nodes[node].poll() is None, f"node {node} ended: {output.read_text(errors='replace')[-2000:]}"
-            paths = (self.folder / str(node)).glob(pattern)
-            return next((text for path in paths if (text := path.read_text().strip())), "")
+            with suppress(FileNotFoundError):  # Ray renames a file while the loop reads it
+                paths = (self.folder / str(node)).glob(pattern)
+                return next((text for path in paths if (text := path.read_text().strip())), "")
+            return ""
 
         output = self.folder / f"{node}.out"
         return eventually(written, f"node {node} did not start in time: see {output}")

@@ -39,7 +39,7 @@ def learned(processes, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_honest_variants_pass_and_all_controls_are_caught(learned, tmp_path, monkeypatch):
-    recipes, damages = parity_runs.honest(learned)
+    recipes, damages = parity_runs.honest(learned, variants=parity_runs.COMBINED)
     plan = plan_of(tmp_path, *recipes, every_control=True)
     parity_runs.run_all(plan, damages)
     assert [each for each in plan.judgements() if each.verdict != PASS] == []
@@ -50,13 +50,13 @@ def test_honest_variants_pass_and_all_controls_are_caught(learned, tmp_path, mon
     tables.write()
     document = json.loads((tmp_path / "parity.json").read_text())
     assert document["recipes"][1]["levels"]["training"]["state"] == PASS
-    assert "| fused optimizer" in (tmp_path / "summary.md").read_text()
+    assert "| other seed, fused optimizer" in (tmp_path / "summary.md").read_text()
     again = plan_of(tmp_path, *recipes, every_control=True)  # the verdict comes from files
     assert (again.left(), again.judgements()) == (0, plan.judgements())
     dead = plan.record_of(plan.plain(recipes[0]), recipes[0], "projection_frozen")
     recorded = plan._recorded
     monkeypatch.setattr(plan, "_recorded", lambda recipe, record: recorded(recipe, dead))
-    assert next(tables.lines()).startswith("other seed: fail: v_proj (")
+    assert next(tables.lines()).startswith("other seed, fused optimizer: fail: v_proj (")
 
 
 def only(plan, wanted):
