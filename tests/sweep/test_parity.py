@@ -176,6 +176,14 @@ def test_a_scaled_weight_change_fails_even_if_rounding_changes_its_direction():
     assert verdict.gradient(scaled, [adam], spec_in("bf16")).state == FAIL
 
 
+@pytest.mark.parametrize(("norm", "state"), [(0.025, PASS), (0.029, FAIL)])
+def test_limit_of_a_module_depends_on_the_norm_errors_of_this_module(norm, state):
+    """The root mean square of plain bfloat16 is 0.014 in up_proj, and 0.01 over all tensors."""
+    plain = record(up_proj2=(0.0, 0.02), up_proj3=(0.0, -0.02))
+    mine = record(**{f"up_proj{layer}": (0.0, norm) for layer in range(4)})
+    assert verdict.gradient(mine, [plain], spec_in("bf16")).state == state
+
+
 def test_weights_that_plain_bfloat16_does_not_change_either_may_stay_the_same():
     still = BF16 | {"problems": ["norm has no weight change at initial weights"]}
     assert verdict.gradient(still, [still], spec_in("bf16")).state == PASS
