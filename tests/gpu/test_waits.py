@@ -124,6 +124,7 @@ def test_a_run_after_another_begins_on_a_free_gpu(tmp_path):
 def test_wait_for_another_stream_is_measured():
     from ftbench.worker.profile import Waits
 
+    torch.cuda._sleep(1)  # loads the kernel
     waits, other = Waits(kept=1), torch.cuda.Stream()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.stream(other):

@@ -27,6 +27,7 @@ from ftbench.core.rows import BACKWARD, CLIP, DATA, FORWARD, LOSS, METRICS, OPTI
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import STEPS_BEFORE_PROFILE, Experiment
 from ftbench.store.rundir import SNAPSHOT, TRACE, WINDOW, RunDir, write_json
+from ftbench.worker.device import device
 from ftbench.worker.optimizations import chunked_loss
 from ftbench.worker.parallel.stages import Pipeline, Stage
 
@@ -43,7 +44,7 @@ class Profiler(TrainerCallback):
         self._folder, self._clock = run.profile, clock
         self._count = spec.measure.profile_steps
         self._needed = spec.measure.steps_to_profile
-        self._on_gpu = next(loop.model.parameters()).device.type == "cuda"
+        self._on_gpu = device().type == "cuda"  # FSDP moves the model to the GPU later
         self._ranges = Ranges()
         self._profiler: Any = None
         self._first: int | None = None  # first profiled step
