@@ -20,7 +20,7 @@ from ftbench.store.rundir import read_json  # noqa: E402
 
 MEMORY = Path("/dev/shm/ftbench-study")  # the disk cannot hold all weights (up to 65 GB per model)
 KEPT = ("spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json", "state.json",
-        "agreement.json", "parity.json", "summary.md", "plain.json", "kernels.json", "window.json")  # fmt: skip
+        "agreement.json", "parity.json", "summary.md", "plain.json", "kernels.json")  # fmt: skip
 BEGIN, END = "<!-- written by the study -->\n", "<!-- end -->\n"
 START_S = 40  # seconds for imports, loading and exit
 IMPORT_S = 15  # seconds of START_S that imports take
@@ -50,8 +50,7 @@ class Cell:
         """Return the finished runs of this cell, newest last."""
         found = [path.parent for path in sorted(folder.glob(f"{self.name}/*/state.json"))]
         ended = [path for path in found if read_json(path / "state.json").get("state") in ("ok", "oom")]
-        others = [*folder.glob(f"{self.name}/*/plain.json"), *folder.glob(f"{self.name}/*/profile")]  # not a usual run
-        return ended or [path.parent for path in others]
+        return ended or [path.parent for path in folder.glob(f"{self.name}/*/plain.json")]  # a plain script
 
 
 class Study:

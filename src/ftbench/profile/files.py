@@ -25,15 +25,7 @@ def finish(run: RunDir) -> None:
             except TraceError as error:
                 errors.append(str(error))
     if errors:
-        raise TraceError("; ".join([*errors, *waited(run)]))
-
-
-def waited(run: RunDir) -> list[str]:
-    """Return how long each GPU waited for others per step, without the profiler. On one GPU, the list is empty."""
-    folders = [run.profile, *sorted(run.profile.glob("rank[0-9]*"))]
-    waits = [rundir.read_json(folder / rundir.WINDOW).get("waited_ms") for folder in folders]
-    return [f"rank {rank} waited {ms:.1f} ms per step for communication just before the profile"
-            for rank, ms in enumerate(waits) if ms is not None]  # fmt: skip
+        raise TraceError("; ".join(errors))
 
 
 def _finish(run: RunDir) -> None:

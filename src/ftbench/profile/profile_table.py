@@ -5,7 +5,6 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.table import text_table
-from ftbench.profile.files import waited
 from ftbench.profile.work import short
 from ftbench.store.rundir import KERNELS, SNAPSHOT, TRACE, RunDir, read_json
 
@@ -39,7 +38,6 @@ def run_text(run: RunDir) -> str:
             for phase in document["phases"]
         ]),
         _sent(document, folder),
-        "\n".join(waited(run)),
         text_table(["", ""], _files(folder)),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)

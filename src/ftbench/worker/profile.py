@@ -11,15 +11,12 @@ ranges data, forward, loss, metrics and backward. Then clip and optimizer follow
 `metrics` are the values that the trainer computes from the logits in addition to the loss.
 """
 
-import statistics
 import sys
-from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
 from trl.trainer import sft_trainer
 
@@ -50,7 +47,6 @@ class Profiler(TrainerCallback):
         self._first: int | None = None  # first profiled step
         self._window: dict[str, Any] = {"schema": SCHEMA}
         self._compiled = (0, 0)  # number of graphs, and the last step that compiled a graph
-        self._waits = Waits(_TIMED) if self._on_gpu and spec.launch.gpus > 1 else None
         self._folder.mkdir(parents=True, exist_ok=True)
         mark(loop, self._ranges)
 
@@ -71,8 +67,6 @@ class Profiler(TrainerCallback):
         self._ranges.leave()
         step = state.global_step
         if self._first is None:
-            if self._waits:
-                self._waits.end_step()
             if self._is_steady(step, state.max_steps):
                 self._begin(step)
         elif step < self._first + self._count:
@@ -100,8 +94,6 @@ class Profiler(TrainerCallback):
         self._first = step + 2
         self._window = {"timed": [step - _TIMED + 1, step]} | self._window
         self._window["profiled"] = [step + 2, step + 1 + self._count]
-        if self._waits:
-            self._window["waited_ms"] = self._waits.end()
         write_json(self._folder / WINDOW, self._window)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._on_gpu:
@@ -131,47 +123,6 @@ class Profiler(TrainerCallback):
             self._profiler = None
             if self._on_gpu:
                 torch.cuda.memory._record_memory_history("all", "alloc", "python", _MOST_EVENTS)
-
-
-class Waits:
-    """Measures how long the computing stream waits for other streams per step. With FSDP, ZeRO and pipelines, it waits
-    for communication. Waits of DDP are in C++ and are not measured.
-
-    CUDA events before and after each wait also work where the profiler loses kernels.
-    """
-
-    def __init__(self, kept: int) -> None:
-        self._steps: deque[list[tuple[Any, Any]]] = deque([[]], maxlen=kept + 1)  # the last one is not complete
-        self._originals = [(owner, owner.wait) for owner in (torch.cuda.Event, dist.Work)]
-        for owner, wait in self._originals:
-            owner.wait = self._timed(wait)
-
-    def end_step(self) -> None:
-        self._steps.append([])
-
-    def end(self) -> float:
-        """Stop measuring. Return the median of the last steps, in ms."""
-        for owner, wait in self._originals:
-            owner.wait = wait
-        torch.cuda.synchronize()
-        steps = list(self._steps)[:-1]
-        return statistics.median(sum(before.elapsed_time(after) for before, after in step) for step in steps)
-
-    def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(wait)
-        def timed(waited: Any, *args: Any, **kwargs: Any) -> Any:
-            streams = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.cuda.Stream)]
-            stream = (streams or [torch.cuda.current_stream()])[0]
-            if stream != torch.cuda.default_stream():
-                return wait(waited, *args, **kwargs)
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record(stream)
-            result = wait(waited, *args, **kwargs)
-            after.record(stream)
-            self._steps[-1].append((before, after))
-            return result
-
-        return timed
 
 
 class Ranges:
