@@ -8,6 +8,7 @@ import re
 import subprocess
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -144,3 +145,16 @@ def test_interrupted_it_is_interrupted(tmp_path, cache):
     assert command.code == 130
     assert command.state()["state"] == "interrupted"
     assert not (command.run.profile / "kernels.json").exists()
+
+
+def test_a_model_that_fsdp_moves_to_the_gpu_later_is_profiled_there(tmp_path, monkeypatch):
+    import torch
+
+    from ftbench.worker import profile as worker
+
+    monkeypatch.setattr(worker, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(worker, "mark", lambda loop, ranges: None)
+    values = {"name": "x", "model": {"id": "tiny/qwen3"}, "method": {"name": "lora"}, "dataset": DATA}
+    spec = Experiment.model_validate(values)
+    loop = SimpleNamespace(model=torch.nn.Linear(1, 1))  # on the CPU
+    assert worker.Profiler(spec, rundir.RunDir(tmp_path), loop, None)._on_gpu

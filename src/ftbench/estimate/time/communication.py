@@ -28,6 +28,7 @@ _HIDES_GATHERED = 0.85
 # NCCL's kernels slow down concurrent work by the first share. The second share is the wait for the slowest GPU. With
 # these shares, LoRA with DDP on two GPUs has the efficiency that Exxact published (96 %, RTX PRO 6000, 2025).
 _CONCURRENT, _SLOWEST = 0.15, 0.03
+_IDLE = {"zero3": 0.08}  # share of a step in which the GPU waits for Python (results/*/two-gpus/zero3-*: 6 to 11 %)
 _HOST_BYTES, _HOST_RATE = 28, 40e9  # memory traffic of AdamW on the CPU: bytes per parameter, bytes per second
 
 
@@ -88,7 +89,7 @@ def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, pa
         return host + Traffic(waited=sixteen * (1 + (passes if states == "zero2" else 1)), calls=2 * passes)
     weights, layers = ring * shape.model.weight_bytes(HALF), len(shape.model.layers)
     first = weights / layers  # the first layer of each pass does not overlap with computation
-    copied = passes * _copied(sharding, plan, shape) if states == "fsdp" else 0.0
+    copied = passes * _copied(sharding, plan, shape) if states == "fsdp" else _copied_by_zero(sharding, shape, passes)
     return host + Traffic(passes * (2 * (weights - first) + sixteen), 2 * passes * first, 2 * passes, copied=copied)
 
 
@@ -101,6 +102,17 @@ def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> fl
     kept = FLOAT if plan.in_32_bits else plan.weight
     gathered = count * (part * (kept + HALF) + 2 * HALF)
     return 2 * gathered + trained * (2 * HALF + part * (HALF + FLOAT))
+
+
+def _copied_by_zero(sharding: Sharding, shape: TrainableShape, passes: int) -> float:
+    """Return the bytes that ZeRO-3 moves outside matrix products (DeepSpeed 0.19, stage3.py).
+
+    In the forward and backward pass, DeepSpeed copies each weight out of the receive buffer. It scales each gradient
+    before the reduction, and copies its part. In the optimizer step, it computes the norm of its gradients, joins them,
+    casts them to float32, scales them, and casts the updated weights to 16 bits."""
+    count, part = shape.model.weight_bytes(HALF) / HALF, shape.trained / sharding.holders
+    updated = 0.0 if sharding.offload != "none" else part * (2 * (HALF + FLOAT) + 2 * HALF + (HALF + FLOAT) + 2 * FLOAT)
+    return passes * (2 * count * 2 * HALF + shape.trained * 2 * HALF + part * 2 * HALF) + updated
 
 
 def _offloaded(sharding: Sharding, shape: TrainableShape, passes: int) -> Traffic:
@@ -134,7 +146,8 @@ def exposed_seconds(
     if sharding.gpus == 1:
         return 0.0
     hidden, room = sent.hidden / limits.network, _HIDES.get(sharding.states, _HIDES_GATHERED) * device_s
-    late, slower = max(0.0, hidden - room), _CONCURRENT * min(hidden, room) + _SLOWEST * device_s
+    late = max(0.0, hidden - room)
+    slower = _CONCURRENT * min(hidden, room) + (_SLOWEST + _IDLE.get(sharding.states, 0.0)) * device_s
     waited = sent.waited / limits.network + sent.calls * CALL_S
     return late + slower + waited + copying * sent.copied / limits.memory
 
