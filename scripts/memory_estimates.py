@@ -323,7 +323,7 @@ def main() -> None:
     older = sorted(run.path.name for run in find_runs(RUNS) if logits_twice(run))
     ended = [run for run in runs if not run.fits]
     verdicts = [f"| {run.name} | {run.estimate(known).verdict} |" for run in ended]
-    wrong, measured_strategies = false_fits(runs, known), " and ".join(known.strategies) or "none"
+    wrong, measured_strategies = false_fits(runs, known), ", ".join(known.strategies) or "none"
     page = f"""# How far `ftbench estimate` is off
 
 `scripts/memory_estimates.py` writes this page from the committed runs in `results/h200`. The script estimates the

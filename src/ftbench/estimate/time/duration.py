@@ -37,10 +37,10 @@ MEASURED, FORMULA, SHEET = "measured", "formula", "data sheet"  # FORMULA: formu
 MEASURED_SPREAD, SHEET_SPREAD = 1.05, 1.2
 ROUGH_SPREAD = 2.0  # additional factor for specs that are known only roughly, and for several machines
 JOINED_SPREAD = 1.25  # additional factor for padding-free batches of unsloth (seven scripts: -33 to +28 %)
-SEVERAL_SPREAD = 1.15  # additional factor for several GPUs, because waiting for other GPUs was not measured
-# Additional factor for DeepSpeed. The formulas do not include its work on the CPU and the passes over its partitions. A
-# step of ZeRO-3 without prefetching took 1.5 times the estimated time (results/h200/several-gpus).
-ZERO_SPREAD = 1.5
+# Additional factor for more than two GPUs, which were not measured. On two H200, 13 predictions with ddp, fsdp and pp were
+# wrong by at most 9 % (docs/evidence/several-gpus.md).
+SEVERAL_SPREAD = 1.15
+ZERO_SPREAD = 1.25  # additional factor for DeepSpeed: two runs of ZeRO-3 were used to write its formulas
 EXPERTS_SPREAD = 1.2  # additional factor for a mixture of experts, if this step was not measured
 # Bytes per second at which the allocator frees its pool and allocates it again. This happens if the memory is too full
 # for the optimizer's temporary tensors. With 16.4 GB, a step took 38 ms longer (results/h200/qwen3-8b-frontier, method
@@ -181,7 +181,7 @@ def _spread(spec: Experiment, basis: str, host_bound: bool, unlike: bool) -> flo
     sharding = sharding_of(spec.launch)
     spread *= (SHEET_SPREAD if basis == SHEET else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
     spread *= ROUGH_SPREAD if is_rough(spec) or spec.launch.nodes > 1 else 1.0
-    spread *= SEVERAL_SPREAD if sharding.gpus > 1 else 1.0
+    spread *= SEVERAL_SPREAD if sharding.gpus > 2 else 1.0
     spread *= JOINED_SPREAD if concatenates(spec) and spec.train.batch_size > 1 else 1.0
     return spread * (ZERO_SPREAD if sharding.states.startswith("zero") else 1.0)
 
