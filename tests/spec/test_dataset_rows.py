@@ -68,3 +68,8 @@ def test_unknown_role_is_an_error(tmp_path):
     spec.write_text("model: tiny/qwen3\nmethod: lora\ndataset: {name: owner/set, columns: {promt: question}}\n")
     with pytest.raises(SpecError, match="promt"):
         load(spec, [])
+
+
+def test_folder_without_files_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="contains no .json"):
+        check_file(Dataset(name="file", path=str(tmp_path)))

@@ -221,8 +221,8 @@ def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, wher
 
 
 def check_file(dataset: Dataset, pairs: bool = False) -> None:
-    """Check the first 1,000 rows of a file. Raise DataError for the first invalid row."""
-    if not dataset.path or not Path(dataset.path).is_file():
+    """Check the first 1,000 rows of a file or folder. Raise DataError for the first invalid row."""
+    if not dataset.path or not Path(dataset.path).exists():
         return
     from ftbench.core.data_files import read_file
 

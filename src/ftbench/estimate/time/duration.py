@@ -37,8 +37,8 @@ MEASURED, FORMULA, SHEET = "measured", "formula", "data sheet"  # FORMULA: formu
 MEASURED_SPREAD, SHEET_SPREAD = 1.05, 1.2
 ROUGH_SPREAD = 2.0  # additional factor for specs that are known only roughly, and for several machines
 JOINED_SPREAD = 1.25  # additional factor for padding-free batches of unsloth (seven scripts: -33 to +28 %)
-# Additional factor for more than two GPUs, which were not measured. On two H200, 13 predictions with ddp, fsdp and pp were
-# wrong by at most 9 % (docs/evidence/several-gpus.md).
+# Additional factor for more than two GPUs, which were not measured. On two H200, 13 predictions with ddp, fsdp and pp
+# were wrong by at most 9 % (docs/evidence/several-gpus.md).
 SEVERAL_SPREAD = 1.15
 ZERO_SPREAD = 1.25  # additional factor for DeepSpeed: two runs of ZeRO-3 were used to write its formulas
 EXPERTS_SPREAD = 1.2  # additional factor for a mixture of experts, if this step was not measured
