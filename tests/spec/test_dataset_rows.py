@@ -71,5 +71,5 @@ def test_unknown_role_is_an_error(tmp_path):
 
 
 def test_folder_without_files_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="contains no .json"):
+    with pytest.raises(DataError, match=r"contains no \.json"):
         check_file(Dataset(name="file", path=str(tmp_path)))
