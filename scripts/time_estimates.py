@@ -52,8 +52,8 @@ their step times agree within 5 % (coefficient of variation). For the estimate o
 other runs, without any run of the same step. Runs on several GPUs have a separate table and do not change the
 coefficients. This page excludes runs of other frameworks, runs on shared GPUs, and runs of older code. The older code
 computed the logits of the chunked loss twice, or ran ZeRO-3 without prefetching. The excluded ZeRO-3 run
-(`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the estimated time. The current code prefetches
-weights, but ZeRO-3 was not measured again on an H200. Therefore estimates of ZeRO have a wider range.
+(`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the estimated time. Estimates of ZeRO have a wider
+range, because two runs of the current code were used to write their formulas.
 
 While the GPU computes, Python code on the CPU (the *host*) starts the next kernels. The slower of GPU and host
 determines the time of a step. The time of the GPU is a sum of terms. Each term is

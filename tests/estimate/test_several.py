@@ -244,18 +244,17 @@ def test_traffic_agrees_with_the_zero_paper() -> None:
 
 
 def test_committed_steps_of_several_gpus_are_within_bounds() -> None:
-    store = RunHistory.read(RESULTS / "several-gpus")
+    store = RunHistory.read(RESULTS / "two-gpus")
     rows = time_estimates.several_gpus(store, shipped_coefficients())
-    assert {row.run.spec.launch.strategy for row in rows} >= {"ddp", "fsdp"}
-    counted = [row for row in rows if not row.run.spec.launch.strategy.startswith("zero")]
-    assert all(abs(row.error) <= 0.15 for row in counted)
+    assert {row.run.spec.launch.strategy for row in rows} >= {"ddp", "fsdp", "pp", "zero3"}
+    assert all(abs(row.error) <= 0.15 for row in rows)
     assert all(row.is_inside for row in rows)
 
 
 def test_zero_has_a_wider_range() -> None:
     h200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
     fsdp, zero3 = (estimate_duration(shared(strategy, 2), h200).step_s for strategy in ("fsdp", "zero3"))
-    assert zero3.high / zero3.expected == pytest.approx(1.5 * fsdp.high / fsdp.expected)
+    assert zero3.high / zero3.expected == pytest.approx(1.25 * fsdp.high / fsdp.expected)
 
 
 def test_zero3_runs_without_prefetching_are_not_measurements_of_todays_step(tmp_path: Path) -> None:
@@ -390,13 +389,13 @@ def test_strategy_all_compares_one_to_eight_gpus(tmp_path: Path) -> None:
 
 def test_strategy_all_marks_measured_rows(tmp_path: Path) -> None:
     """By runs of this very step on one GPU and on two; the memory of a strategy by any run of it."""
-    (path,) = (RESULTS / "several-gpus-plain" / "plain-1").glob("*/spec.json")
+    (path,) = (RESULTS / "two-gpus" / "round1-ddp").glob("*/spec.json")
     answer = estimate(EstimateRequest(path, gpu="H200 SXM", strategy="all", store=RESULTS))
     rows = {(row["strategy"], row["gpus"]): row for row in json.loads(answer.document)["strategies"]}
     measured = {key for key, row in rows.items() if row["basis"] == MEASURED}
     assert measured == {("none", 1), ("ddp", 2)}
-    assert {key for key, row in rows.items() if row["memory_measured"]} == {*measured, ("fsdp", 2)}
-    assert "Runs confirm the memory of ddp, fsdp. Others may take 15 % more." in answer.text
+    assert {key for key, row in rows.items() if row["memory_measured"]} == {*measured, ("fsdp", 2), ("zero3", 2)}
+    assert "Runs confirm the memory of ddp, fsdp, zero3. Others may take 15 % more." in answer.text
     assert len(re.findall(r"\d\*", answer.text)) == 2
 
 
