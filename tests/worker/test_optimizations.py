@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import weakref
 from collections import Counter, defaultdict
 from itertools import pairwise
@@ -131,11 +132,15 @@ def test_fixed_row_is_padded_with_a_sample_without_labels():
     assert (batch["count"].real, batch["count"].padded, batch["count"].samples) == (110, 128, 3)
 
 
-def varlen_collator(**optimizations) -> Collator:
+def varlen_spec(**optimizations) -> Experiment:
     values = spec_of(optimizations={"packing": True, **optimizations}).model_dump()
     values["optimizations"] |= {"attention": "varlen"}
     values["train"] |= {"precision": "bf16"}
-    return Collator(Experiment.model_validate(values), 0, 64, 8)
+    return Experiment.model_validate(values)
+
+
+def varlen_collator(**optimizations) -> Collator:
+    return Collator(varlen_spec(**optimizations), 0, 64, 8)
 
 
 def test_the_last_batch_of_a_fixed_shape_is_as_wide_as_the_others():
@@ -179,6 +184,24 @@ def test_fixed_shape_has_equally_many_bounds_in_each_batch():
         assert bounds[-1] == 128
         assert (bounds.diff() >= 0).all()
         assert bounds.diff().max() <= batch["max_length_q"] == 64
+
+
+def test_attention_works_on_no_more_tokens_than_the_longest_sample_has():
+    spec = varlen_spec(fixed_shape=True)
+    batch = Collator(spec, 0, 64, 8, sample=20)([row(sample(20, 1), sample(7, 2)), row(sample(15, 3))])
+    lengths = [20, 7, 15, 20, 20, 20, 20, 6]  # the last five are padding
+    assert batch["cu_seq_lens_q"].diff().tolist() == lengths
+    assert batch["max_length_q"] == batch["max_length_k"] == 20
+
+
+def test_the_longest_sample_of_packed_rows_is_shorter_than_a_row():
+    data = {"name": "synthetic", "samples": 40, "mean_length": None, "like": "japanese-alpaca", "max_length": 2048}
+    made = prepare.prepare(spec_of(dataset=data, optimizations={"packing": True}), None, 256)
+    rows = [[len(each.ids) for each in packed] for packed in made.train]
+    longest, full = max(map(max, rows)), max(map(sum, rows))
+    assert (made.longest_sample, made.longest) == (longest, full)
+    assert longest < full
+    assert made.most_parts(1) == max(len(lengths) + math.ceil((full - sum(lengths)) / longest) for lengths in rows)
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ class Trainer(TrainerMixin, SFTTrainer):
 
 def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared) -> Trainer:
     """Return the SFT trainer for the spec. The order of the samples is fixed: all methods train on the same tokens."""
-    most = data.most_parts(spec.train.batch_size, max(data.longest, spec.dataset.max_length))
+    most = data.most_parts(spec.train.batch_size)
     pictures: list[Picture] = []
     several = spec.launch.shares > 1 or spec.launch.pp
     size = spec.train.batch_size * spec.launch.shares if several else 1
@@ -117,7 +117,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         for each in (train, evaluation):
             vars(each)[unsloth.LONGEST] = data.longest
     else:
-        collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, data.pixels, pictures, labels)
+        pad = tokenizer.pad_token_id or 0
+        collator = Collator(spec, pad, data.longest, most, data.pixels, pictures, labels, data.longest_sample)
     loop = Trainer(
         model=model,
         args=sft_config(spec, run, model),

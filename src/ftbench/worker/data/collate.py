@@ -27,7 +27,7 @@ class Collator:
 
     def __init__(
         self, spec: Experiment, pad_token_id: int, longest: int, most: int | None, pixels: Pixels | None = None,
-        pictures: Sequence[Picture] = (), labels: int = 0,
+        pictures: Sequence[Picture] = (), labels: int = 0, sample: int = 0,
     ) -> None:  # fmt: skip
         """Create a collator.
 
@@ -39,6 +39,8 @@ class Collator:
             pixels: The image processor. None for text.
             pictures: All images of the data set. The column `shown` of a row contains indexes into this list.
             labels: Minimum length of `label_positions`. If a batch has fewer labels, other positions are added.
+            sample: Number of tokens in the longest sample (default: the larger of `longest` and dataset.max_length).
+                Attention kernels start work for this many tokens in each sample of a row.
         """
         on = spec.optimizations
         self._flat = on.packing or on.padding_free
@@ -52,7 +54,7 @@ class Collator:
         self._tiles = max((pixels.size(each).tiles for each in pictures), default=0) if pixels and self._fixed else 0
         self._positions, self._labels = on.chunked_loss, labels
         self._boundaries = on.attention in BY_BOUNDARIES
-        self._max_length = max(longest, spec.dataset.max_length)
+        self._sample = sample or max(longest, spec.dataset.max_length)
         self._most = most
         self._pad = pad_token_id
 
@@ -133,7 +135,7 @@ class Collator:
         if self._boundaries:
             bounds = self._bounds(starts)
             # The same value for all batches, because torch.compile would recompile for a new value.
-            longest = self._fixed if self._fixed and self._most is None else max(self._max_length, *lengths)
+            longest = self._fixed if self._fixed and self._most is None else max(self._sample, *lengths)
             batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             batch |= {"max_length_q": longest, "max_length_k": longest}
         return batch
@@ -145,9 +147,9 @@ class Collator:
         return ids, labels
 
     def _filler(self, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return filler samples with `length` padding tokens in total, and at most `max_length` tokens each."""
+        """Return filler samples with `length` padding tokens in total, and at most `sample` tokens each."""
         ids = np.full(length, self._pad, dtype=np.int64)
-        cuts = range(self._max_length, length, self._max_length)
+        cuts = range(self._sample, length, self._sample)
         return [(part, np.full_like(part, IGNORE)) for part in np.split(ids, cuts) if len(part)]
 
     def _bounds(self, starts: np.ndarray) -> np.ndarray:

@@ -37,12 +37,17 @@ class Prepared:
         """Number of tokens in the longest row."""
         return max(_total([row]) for row in (*self.train, *self.evaluation))
 
-    def most_parts(self, batch_size: int, max_length: int) -> int | None:
+    @cached_property
+    def longest_sample(self) -> int:
+        """Number of tokens in the longest sample. A packed row has several samples."""
+        return max(len(sample.ids) for row in (*self.train, *self.evaluation) for sample in row)
+
+    def most_parts(self, batch_size: int) -> int | None:
         """Return the largest number of samples (also padding-only) in a batch, or None if each row has one sample."""
         if all(len(row) == 1 for row in (*self.train, *self.evaluation)):
             return None
         return max(
-            sum(map(len, batch)) + math.ceil((batch_size * self.longest - _total(batch)) / max_length)
+            sum(map(len, batch)) + math.ceil((batch_size * self.longest - _total(batch)) / self.longest_sample)
             for batch in self._batches(batch_size)
         )
 
