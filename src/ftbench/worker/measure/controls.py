@@ -138,10 +138,11 @@ def _prompts_carry_loss(batch: dict[str, Any]) -> None:
 
 def _one_sample(batch: dict[str, Any]) -> None:
     """Give the positions of a packed row the values 0, 1, 2, ... Attention then treats the row as one sample."""
-    batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if name in batch:
-            batch[name] = batch[name][[0, -1]]
+    tokens = batch["input_ids"].shape[1]
+    batch["position_ids"] = torch.arange(tokens)[None]
+    if "cu_seq_lens_q" in batch:
+        bounds = batch["cu_seq_lens_q"][[0, -1]]
+        batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": tokens, "max_length_k": tokens}
 
 
 def _mean_of_means(loop: Any) -> int:
