@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ftbench.core import units
 from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import api
+from ftbench.estimate.memory.largest_batch import with_batch
 from ftbench.estimate.time.duration import (
     FLUSHES,
     FORMULA,
@@ -35,6 +37,7 @@ from ftbench.estimate.workload.lengths import lengths_of
 from ftbench.estimate.workload.model import trainable_shape
 from ftbench.facts import read_facts
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.load import load
 from ftbench.store import rundir
 from ftbench.store.steps import read_steps
 from ftbench.sweep import dry_run
@@ -490,6 +493,21 @@ def test_a_plan_marks_estimates():
     ]
 
 
+def test_a_plan_counts_the_energy_of_all_gpus():
+    def joules(gpus: int) -> float:
+        launch = {"gpus": gpus, "strategy": "ddp"} if gpus > 1 else {}
+        spec = Experiment.model_validate({
+            "name": "plan", "model": {"id": "Qwen/Qwen3-8B"}, "train": {"max_steps": 100}, "launch": launch,
+            "dataset": {"name": "synthetic", "samples": 64, "length": 512},
+        })  # fmt: skip
+        plan = SimpleNamespace(has_commands=False, wall_times=SimpleNamespace(at_most_s=lambda job: None))
+        job, standing = SimpleNamespace(spec=spec, what=""), SimpleNamespace(state="pending", reason="", done=False)
+        predictor = api.Predictor({"name": "NVIDIA H200", "memory_gb": 140.4}, Path("none"))
+        return dry_run._planned(SimpleNamespace(plan=plan), predictor, job, standing).joules or 0.0
+
+    assert joules(2) > 1.9 * joules(1)
+
+
 # --- power -----------------------------------------------------------------------------------------------------------
 
 _STEPS = st.fixed_dictionaries({
@@ -542,3 +560,11 @@ def test_contended_runs_are_ignored_and_counted(tmp_path):
         update={"train": store.runs[0].spec.train.model_copy(update={"batch_size": 64})}
     )
     assert "contended" not in estimate_duration(other, H200, store).confidence
+
+
+def test_a_larger_batch_never_takes_less_time_with_streamed_weights_and_states():
+    spec = load(Path("mistralai/Mistral-7B-v0.1"), [
+        "recipe=smallest-full", 'dataset={"name": "synthetic", "samples": 512, "length": 64, "max_length": 64}',
+    ])  # fmt: skip
+    seconds = [estimate_duration(with_batch(spec, 2**at), find_gpu("NVIDIA H200")).step_s.expected for at in range(9)]
+    assert seconds == pytest.approx(sorted(seconds), rel=1e-9)

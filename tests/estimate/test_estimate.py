@@ -19,7 +19,7 @@ from ftbench.estimate import api
 from ftbench.estimate.estimates import EstimateRequest, estimate
 from ftbench.estimate.gpus import capacity
 from ftbench.estimate.memory.estimate import Band, constants, estimate_memory, verdict_of
-from ftbench.estimate.memory.largest_batch import MemoryCache
+from ftbench.estimate.memory.largest_batch import MemoryCache, with_batch
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.rates import STATES, WEIGHTS, step
 from ftbench.estimate.time.work import StepWork
@@ -280,7 +280,7 @@ def test_full_fine_tuning_of_8b_does_not_fit_four_small_gpus(name: str, strategy
 
 
 def test_an_unmeasured_strategy_has_the_widest_range() -> None:
-    one, several = estimate_memory(spec(), H200), estimate_memory(on_gpus(spec(), 4, "zero3"), H200)
+    one, several = estimate_memory(spec(), H200), estimate_memory(on_gpus(spec(), 4, "zero2"), H200)
     assert several.allocated.high / several.allocated.expected == pytest.approx(1.15)
     assert one.allocated.high / one.allocated.expected == pytest.approx(1 + constants().allocated_range)
 
@@ -506,3 +506,15 @@ def test_unmeasured_unsloth_settings_name_an_estimated_one(file: Path, sets: lis
     with pytest.raises(SpecError, match=f"w(as|ere) never measured: estimate with {nearest}, or train"):
         estimate(request)
     assert estimate(replace(request, sets=[*request.sets, nearest.removeprefix("--set ")])).document
+
+
+def test_the_first_trial_of_concatenated_samples_is_expected_to_fit(tmp_path):
+    """A search trains the longest samples first, so its batches are longer than the mean batch."""
+    chosen = load(
+        Path("Qwen/Qwen3-0.6B"), ["method=unsloth", "dataset={name: synthetic, samples: 2000, mean_length: 600}"]
+    )
+    batch = api.first_trial(chosen, {"name": "NVIDIA GeForce RTX 4090", "memory_gb": 23.99}, tmp_path, 65_536)
+    assert batch is not None
+    tried = chosen.model_copy(update={"dataset": chosen.dataset.model_copy(update={"longest_first": True})})
+    memory = estimate_memory(with_batch(tried, batch), next(each for each in gpus() if each.name == "RTX 4090"))
+    assert memory.verdict != "does not fit"

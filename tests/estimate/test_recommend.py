@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from ftbench.estimate.memory.largest_batch import MemoryCache, with_batch
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend import request as requests
 from ftbench.estimate.recommend.ranking import Goal, Recommendation, as_runnable, recommend, samples_per_step
-from ftbench.estimate.recommend.spec_file import way_words
+from ftbench.estimate.recommend.spec_file import run_command, way_words
 from ftbench.estimate.recommend.text import as_json, as_text, as_yaml
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
@@ -516,3 +517,25 @@ def test_it_needs_no_torch(spec_file):
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_memory_is_estimated_for_the_requested_samples_and_not_for_the_specs_steps(tmp_path):
+    """A spec that trains 20 steps draws few samples. With `--samples`, the recommended run also meets the longest."""
+    path, out = tmp_path / "short.yaml", tmp_path / "best.yaml"
+    path.write_text(json.dumps({
+        "model": {"id": "Qwen/Qwen3-8B", "weights": "random"}, "method": "lora",
+        "dataset": {"name": "synthetic", "samples": 20000, "mean_length": 600, "max_length": 4096},
+        "train": {"batch_size": 16, "max_steps": 20},
+    }))  # fmt: skip
+    found = requests.answer(requests.RecommendRequest(path, gpu="A100 80GB", samples=20_000, method="unsloth"))
+    out.write_text(as_yaml(found))
+    memory = estimate_memory(load(out), GPUS["A100 80GB"])
+    assert memory.verdict == "fits"
+    assert memory.device == found.options[0].memory.device
+
+
+def test_the_printed_command_keeps_the_order_of_a_recipe_and_other_settings(spec_file):
+    sets = ["method=full", "recipe=small"]  # the recipe sets the method to qlora
+    found = load(spec_file, sets)
+    typed = typed_spec(shlex.split(run_command(spec_file, sets, found))[2:])
+    assert (typed.method, typed.train, typed.optimizations) == (found.method, found.train, found.optimizations)

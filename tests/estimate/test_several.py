@@ -385,6 +385,31 @@ def test_strategy_all_compares_one_to_eight_gpus(tmp_path: Path) -> None:
     figures, _, refused = answer.text.partition("\nnot supported:\n")
     assert ["zero3" in figures, "zero3" in refused] == [True, False]
     assert "ep: ep needs experts, and qwen3 has none" in refused
+    assert answer.text.startswith("Qwen/Qwen3-8B, full, batch 4 per GPU, on H100 SXM5\n")
+
+
+def test_strategy_all_estimates_pipelines_with_the_batch_of_the_spec(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: lora\ntrain: {batch_size: 32}\n"
+                    "dataset: {name: synthetic, samples: 64, length: 512}\n")  # fmt: skip
+    every = json.loads(estimate(EstimateRequest(path, gpu="H200 SXM", strategy="all")).document)["strategies"]
+    for row in every:
+        if row["strategy"] in ("pp", "pp+ddp", "pp+fsdp", "pp+tp"):
+            request = EstimateRequest(path, gpu="H200 SXM", gpus=row["gpus"], strategy=row["strategy"])
+            (alone,) = json.loads(estimate(request).document)["gpus"]
+            assert (row["device"], row["step_s"]) == (alone["device"], alone["time"]["step_s"]), row["strategy"]
+
+
+@pytest.mark.parametrize("gpu", ["L4", "RTX 3090", "A10G"])
+def test_a_range_contains_the_expected_memory_on_an_almost_full_gpu(gpu: str) -> None:
+    full = Experiment.model_validate({
+        "name": "full", "model": {"id": "meta-llama/Llama-3.2-1B"}, "method": {"name": "full"},
+        "train": {"batch_size": 8},
+        "dataset": {"name": "synthetic", "samples": 64, "length": 512, "max_length": 512},
+    })  # fmt: skip
+    memory = estimate_memory(on_gpus(full, 2, "fsdp"), next(each for each in gpus() if each.name == gpu))
+    for band in (memory.allocated, memory.reserved, memory.device):
+        assert band.low <= band.expected <= band.high
 
 
 def test_strategy_all_marks_measured_rows(tmp_path: Path) -> None:

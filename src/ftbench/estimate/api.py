@@ -58,14 +58,11 @@ def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, history: RunHi
 def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most: int) -> int | None:
     """Return the first batch size to try in a search for the largest batch: the largest that is expected to fit.
 
-    The search trains the longest samples first. For synthetic data, the estimate assumes at least `most` samples."""
+    The result is at most `most`. The search trains the longest samples first."""
     if gpu is None or memory_on_machine(spec, gpu, store) is None:
         return None
-    changed: dict[str, Any] = {"longest_first": True}
-    if spec.dataset.is_made:
-        changed["samples"] = max(spec.dataset.samples or 0, most)
-    spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update=changed)})
-    return MemoryCache(gpu["memory_gb"]).largest_batch(spec, machine_gpu(gpu, store), likely=True)
+    spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update={"longest_first": True})})
+    return MemoryCache(gpu["memory_gb"]).largest_batch(spec, machine_gpu(gpu, store), likely=True, most=most)
 
 
 def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:

@@ -10,6 +10,7 @@ from ftbench.core.hardware import Gpu
 from ftbench.core.table import folded, text_table
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import SHARDED_SPREAD, MemoryEstimate, constants, estimate_memory
+from ftbench.estimate.memory.largest_batch import with_batch
 from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import RunHistory
@@ -34,7 +35,8 @@ class Row:
 def rows(spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, total: float | None) -> list[Row]:
     """Return one row for a single GPU, and one row for each strategy on 2, 4, ... and `most` GPUs.
 
-    A row uses the spec's `offload` setting if the strategy supports this setting."""
+    A row uses the spec's `offload` setting if the strategy supports this setting. With a pipeline, the batch of the
+    spec is rounded up to a multiple of the micro-batches."""
     mesh, table = {"tp+fsdp": 2 * (spec.launch.tp or 1)}, list[Row]()
     pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts(most)[1:]
                             if count >= max(fewest(strategy), mesh.get(strategy, 2)))]  # fmt: skip
@@ -43,6 +45,8 @@ def rows(spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, total
         known = strategies.STRATEGIES.get(strategy)
         offload = spec.launch.offload if known and spec.launch.offload in known.offloads else "none"
         way, time = single.on(on_gpus(spec, count, strategy, offload).launch), None
+        unit = way.spec.launch.micro_batches or 1
+        way = Way(with_batch(way.spec, unit * -(-spec.train.batch_size // unit)), way.problems)
         if why := problem(shape_of(spec.model), way.spec.launch):
             table.append(Row(way.spec.launch, None, None, (why,)))
             continue
@@ -62,9 +66,9 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     for row in table:
         how = shared_how(row.launch)
         for why in row.problems:
-            name = row.launch.strategy
-            reason = why.removeprefix(f"{name}: ").removeprefix(f"launch.strategy: {name} ")
-            refused.setdefault(reason, {})[name] = None
+            strategy = row.launch.strategy
+            reason = why.removeprefix(f"{strategy}: ").removeprefix(f"launch.strategy: {strategy} ")
+            refused.setdefault(reason, {})[strategy] = None
         if row.memory and not row.problems:
             text = units.gibibytes(row.memory.device.expected) + _MARKS[row.memory.verdict]
             memory.setdefault(how, {})[row.launch.gpus] = text
@@ -79,7 +83,8 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     return "\n".join([
         f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size} per GPU, on {name}", "",
         "GiB per GPU, expected (`?` may not fit, `no` does not)", text_table(headings, cells(memory)),
-        folded(f"Runs confirm the memory of {seen}. Others may take {units.percent(SHARDED_SPREAD, 0)} more."),
+        folded(f"Runs confirm the memory of {seen}. Others may take {units.percent(SHARDED_SPREAD, 0)} more. With pp, "
+               "the batch is rounded up to a multiple of the micro-batches."),
         *(["", "real tokens per second of all GPUs, estimated (`*` measured)", text_table(headings, cells(speeds))]
           if speeds else []),
         *(["", "not supported:"] if refused else []),

@@ -87,7 +87,7 @@ def usual_max_length(mean: int) -> int:
 
 def options_of(sets: Sequence[str]) -> list[str]:
     """Return command-line options with the same effect as these `--set` values. Where possible, use `--recipe`,
-    `--dataset` or `--length` instead of `--set`."""
+    `--dataset` or `--length` instead of `--set`. `--recipe` replaces only the first, because later ones override it."""
     words: list[str] = []
     for text in sets:
         key, _, value = text.partition("=")
@@ -95,7 +95,8 @@ def options_of(sets: Sequence[str]) -> list[str]:
         with suppress(ValueError):
             data = json.loads(value) if key == "dataset" else None
         if not isinstance(data, dict):
-            words += [f"--{key}", value] if key in ("recipe", "dataset") and value[:1] != "{" else [f"--set={text}"]
+            own = value[:1] != "{" and (key == "dataset" or (key == "recipe" and text == sets[0]))
+            words += [f"--{key}", value] if own else [f"--set={text}"]
         elif data.keys() == {"name", "path"}:
             words += ["--dataset", data["path"]]
         elif data == _generated(data.get("mean_length", _SAMPLES), data.get("samples")):

@@ -62,7 +62,7 @@ def _planned(ready: Ready, predictor: Any, job: Job, standing: Standing) -> Plan
     if planned.seconds is None and wall_s is not None:
         planned = replace(planned, seconds=wall_s, confidence=time.confidence)
     if time and planned.seconds:
-        planned = replace(planned, joules=planned.seconds * time.watts.expected)
+        planned = replace(planned, joules=planned.seconds * time.gpus * time.watts.expected)
     return replace(planned, peak_gb=memory.reserved.expected, verdict=memory.verdict) if memory else planned
 
 

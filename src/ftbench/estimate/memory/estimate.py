@@ -123,7 +123,6 @@ def estimate_memory(
     """Return the estimated memory of one GPU. With pipeline parallelism, this is the GPU with the most memory.
 
     Args:
-        spec: The experiment; `launch` gives the number of GPUs.
         gpu: A GPU of the table, or the memory of a GPU in GiB.
         total: The GPU memory in GiB that the driver reports, if known.
         batch: The largest batch of a run on one GPU. The default is predicted from the spec.
@@ -229,7 +228,10 @@ def _tiers(
     )  # fmt: skip
     apart = free_in_other_streams(case.model, case.plan, case.sharding, named[phase].get("gradients", 0.0)) / GIB
     expected, high = (max(0.0, min(apart, has.total - has.margin - end)) for end in (device.expected, device.high))
-    return [allocated, *(Band(tier.low, tier.expected + expected, tier.high + high) for tier in (reserved, device))]
+    return [allocated, *(
+        Band(tier.low, tier.expected + expected, max(tier.expected + expected, tier.high + high))
+        for tier in (reserved, device)
+    )]  # fmt: skip
 
 
 def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float:

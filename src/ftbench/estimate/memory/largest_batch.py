@@ -49,14 +49,20 @@ class MemoryCache:
         """Return the largest `train.batch_size` that fits, or None if no size fits.
 
         The result is at most `most`, and at most the number of samples. With pipeline parallelism, the result is a
-        multiple of the number of micro-batches. With `likely`, only the expected memory must fit, without a margin."""
-        has, unit = capacity(gpu, self._total), spec.launch.micro_batches or 1
+        multiple of the number of micro-batches. With `likely`, only the expected memory must fit, without a margin, and
+        synthetic data have as many samples as a batch needs."""
+        has, unit, data = capacity(gpu, self._total), spec.launch.micro_batches or 1, spec.dataset
+        made = likely and data.is_made
 
         def fits(units: int) -> bool:
-            memory = self.estimate(with_batch(spec, units * unit), gpu)
+            sized = with_batch(spec, units * unit)
+            if made:
+                more = {"samples": max(data.samples or 0, units * unit)}
+                sized = sized.model_copy(update={"dataset": data.model_copy(update=more)})
+            memory = self.estimate(sized, gpu)
             return memory.device.expected <= has.usable + RESERVE if likely else memory.verdict == "fits"
 
-        most = min(MOST_BATCH, most, spec.dataset.samples or most) // unit
+        most = min(MOST_BATCH, most, MOST_BATCH if made else data.samples or most) // unit
         return unit * _largest_within(most, fits) or None
 
 

@@ -72,9 +72,12 @@ def answer(request: RecommendRequest) -> Recommendation:
     history = RunHistory.read(request.store, spec, [gpu.name for gpu in gpus])
     spec = history.with_sample_count(spec)
     most = spec.launch.gpus if request.gpus is None else request.gpus
+    samples, effective = _samples(request, spec, history), _effective(request, spec, history)
+    if request.samples or request.effective_batch:  # the number of steps changes, and so do the samples of a run
+        spec = spec.model_copy(update={"train": spec.train.model_copy(update={"max_steps": None})})
     recommendation = recommend(Goal(
-        spec, gpus, _samples(request, spec, history), deadline, request.max_cost, prices, tuple(counts(most)),
-        cast(Objective, request.objective), _methods(request), _effective(request, spec, history), history,
+        spec, gpus, samples, deadline, request.max_cost, prices, tuple(counts(most)),
+        cast(Objective, request.objective), _methods(request), effective, history,
     ))  # fmt: skip
     return with_lengths(recommendation)
 
@@ -186,7 +189,7 @@ def _at_length(goal: Goal, factor: float, memory_cache: MemoryCache) -> tuple[Op
     if data.mean_length and data.max_length == usual_max_length(round(data.mean_length)):
         longest = usual_max_length(mean)
     changed = Dataset.model_validate({
-        "name": "synthetic", "samples": len(lengths.values), "seed": data.seed,
+        "name": "synthetic", "samples": data.samples or len(lengths.values), "seed": data.seed,
         "max_length": min(longest, 2 * LONGEST), "length" if equal else "mean_length": mean,
     })  # fmt: skip
     return recommend(replace(goal, spec=goal.spec.model_copy(update={"dataset": changed})), memory_cache).options

@@ -42,7 +42,7 @@ PIXEL_VALUES_S = 2.7e7
 # twice, and the gradients of their inputs need about as much work as one forward pass.
 _FORWARD = 0.3
 # Copies that overlap with computation, and the share of the GPU's work during which each copy can run. Weights are
-# copied in both passes, and optimizer states in the backward pass. The step waits for the rest of a copy.
+# copied in both passes, and optimizer states in the backward pass, after the weights. The step waits for the rest.
 WEIGHTS, STATES = "offload.weights", "offload.states"
 OVERLAPS = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
 HOST_OPERATIONS_S = 1e5  # Python operations and kernel launches per second; a fitted coefficient corrects this value
@@ -177,8 +177,10 @@ def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
         read = spent.pop("images", 0.0)
         started = spent.pop("host") + read
         computed = sum(value for name, value in spent.items() if name not in OVERLAPS)
+        copied = spent.get(WEIGHTS, 0.0)
         for name in OVERLAPS.keys() & spent.keys():
-            spent[name] = sum(max(0.0, spent[name] - share * computed) for share in OVERLAPS[name])
+            busy = copied if name == STATES else 0.0
+            spent[name] = sum(max(0.0, spent[name] - max(0.0, share * computed - busy)) for share in OVERLAPS[name])
         on_device = sum(spent.values())
         for name, value in (spent if on_device >= started else {"host": started - read, "images": read}).items():
             parts[name] += value
