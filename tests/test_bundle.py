@@ -112,6 +112,8 @@ def test_files_of_all_ranks_are_bundled_and_verified(runs, tmp_path):
         writer = StepsWriter(run.of_rank(rank).steps)
         writer.append(dataclasses.replace(row, rank=rank, data_rank=rank) for row in steps)
         writer.close()
+        applied = {"parallel": {"split": [1, 1], "busy_s": 3.0, "pass_s": 4.0}}  # of a pipeline
+        rundir.write_json(run.of_rank(rank).applied, rundir.read_json(run.applied) | applied)
     run.steps.unlink()
     write_merged(run)
     rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
@@ -121,6 +123,7 @@ def test_files_of_all_ranks_are_bundled_and_verified(runs, tmp_path):
     }
     assert verify(tmp_path / "x.tar.zst").problems == []
     assert rundir.read_json(run.summary)["ranks"]["count"] == 2
+    assert rundir.read_json(run.summary)["ranks"]["bubble"] == 0.25
 
 
 def test_profile_tables_are_bundled_without_links_and_traces(runs, tmp_path):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("torch", reason="training libraries are not installed")
+
+import torch
 
 from commands import Command, write_spec
 from ftbench.profile import profile_table
@@ -34,6 +38,24 @@ def test_profile_has_the_communication_of_all_ranks(profiled):
     text = profile_table.run_text(profiled)
     lines = text[text.index("waited for") :].splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["0", "1"]
+
+
+def eagerly() -> None:
+    torch.compile = partial(torch.compile, backend="eager")
+
+
+def test_ranks_that_compile_in_different_steps_are_profiled_in_the_same_steps(tmp_path):
+    """Without padding, a batch needs another graph. Rank 1 has its first one in step 5."""
+    spec = write_spec(
+        tmp_path, dataset={"name": "synthetic", "samples": 160, "mean_length": 20, "max_length": 64},
+        train={"batch_size": 2, "max_steps": 40}, launch={"gpus": 2, "strategy": "ddp"},
+        optimizations={"compile": True}, measure={"profile": "on"},
+    )  # fmt: skip
+    with Command(spec, tmp_path / "out", before=eagerly) as command:
+        command.finish()
+    assert command.code == 0, command.stderr
+    first, second = (rundir.read_json(command.run.of_rank(rank).profile / rundir.WINDOW) for rank in range(2))
+    assert first["profiled"] == second["profiled"] == [10, 12]
 
 
 def test_summary_has_memory_and_skew_of_the_ranks(profiled):

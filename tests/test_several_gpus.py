@@ -194,6 +194,15 @@ def test_rank_without_an_image_is_refused_with_sharded_weights(train, evaluation
         trainer._check_pictures(spec, SimpleNamespace(train=train, evaluation=evaluation), 4)
 
 
+def test_recomputed_layers_have_the_same_dropout(tmp_path):
+    parts = {"method": {"name": "lora", "dropout": 0.5}, "train": {"max_steps": 2}}
+    plain, *others = (
+        figures(run(tmp_path / str(way), 2, "fsdp", **parts, optimizations={"gradient_checkpointing": way}))
+        for way in (False, True, "selective")
+    )
+    assert all(each == pytest.approx(plain, rel=1e-4) for each in others)
+
+
 def test_each_rank_trains_its_share_in_order(pair):
     one, two = pair("ddp", **LORA)
     ranks, warnings = read_ranks(two.run)

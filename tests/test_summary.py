@@ -8,6 +8,7 @@ from ftbench.core.rows import StepRow
 from ftbench.store.rundir import create, write_json
 from ftbench.store.steps import StepsWriter
 from ftbench.store.summary import as_dict, summarise
+from ftbench.sweep.plan.base import is_batch_too_large
 
 TIMES = [4.0, 1.5, *np.linspace(0.98, 1.02, 18).round(4).tolist()]  # two steps of warm-up, eighteen steady ones
 WARM = 2
@@ -456,6 +457,9 @@ def test_allocator_retries_are_a_warning(run):
 )
 def test_busy_gpu_is_a_warning(run, change, told):
     assert bool(warned(run(machine={"gpu": GPU | change}), "was not free")) is told
+    several = run(machine={"gpus": [GPU, GPU | change]})
+    assert bool(warned(several, "was not free")) is told
+    assert is_batch_too_large(several) is not told
 
 
 @pytest.mark.parametrize(("share", "told"), [(0.0, False), (0.09, False), (0.11, True), (0.5, True)])

@@ -63,6 +63,18 @@ def test_other_ranks_keep_their_profile(run):
     assert (other.profile / "kernels.json").exists()
 
 
+def test_ranks_are_shown_in_their_order(run):
+    files.finish(run)
+    document = rundir.read_json(run.profile / "kernels.json")
+    for rank in range(12):
+        sent = {"total_ms": float(rank), "exposed_ms": 0.0, "overlap_share": 1.0}
+        folder = run.of_rank(rank).profile
+        folder.mkdir(exist_ok=True)
+        rundir.write_json(folder / "kernels.json", document | {"communication": sent, "steps": 1})
+    lines = run_text(run).split("waited for")[1].splitlines()[1:13]
+    assert [line.split()[:2] for line in lines] == [[str(rank), f"{rank}.000"] for rank in range(12)]
+
+
 @pytest.mark.parametrize("window", ["", "{}"])
 def test_unknown_steps_before_have_no_time(run, window):
     (run.profile / "window.json").write_text(window)

@@ -92,6 +92,12 @@ def test_files_are_taken_in_the_order_of_their_ranks(run):
     assert [rows[0].rank for rows in read_ranks(run)[0]] == list(range(11))
 
 
+def test_warnings_of_all_ranks_are_read(run):
+    for rank, texts in ((0, ["a"]), (1, ["a", "b"])):
+        rundir.write_json(run.of_rank(rank).applied, {"warnings": texts})
+    assert read_ranks(run)[1] == ["rank 1: b"]
+
+
 def test_the_merged_file_is_written_once_and_read_as_any_other(run):
     write_merged(run)
     write_merged(run)

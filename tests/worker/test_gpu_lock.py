@@ -165,3 +165,16 @@ def test_unwritable_lock_folder_disables_locking(tmp_path, monkeypatch):
     rundir.write_json(directory.machine, {"gpu": {"uuid": "GPU-1"}})
     gpu_lock.acquire(directory, Phases(directory, "import"))
     assert not gpu_lock._held
+
+
+def test_another_machine_of_a_run_locks_its_own_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_lock.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(gpu_lock, "_held", [])
+    monkeypatch.setattr(gpu_lock.machine, "gpu", lambda uuid: None)
+    monkeypatch.setenv("GROUP_RANK", "1")
+    run = RunDir(tmp_path, 8)
+    rundir.write_json(run.machine, {"gpus": [{"uuid": "GPU-A"}]})
+    rundir.write_json(run.path / "machine.node1.json", {"gpus": [{"uuid": "GPU-B"}]})
+    gpu_lock.acquire(run, Phases(run, "import"))
+    assert [path.name for path in tmp_path.glob("*.lock")] == ["ftbench-GPU-B.lock"]
+    os.close(*gpu_lock._held)

@@ -45,8 +45,8 @@ def run_text(run: RunDir) -> str:
 
 def _sent(document: dict[str, Any], folder: Path) -> str:
     """Return a table with one row per rank: communication time, and the part of this time that the step waits for."""
-    documents = [document, *(read_json(path) for path in sorted(folder.glob("rank[0-9]*/kernels.json")))]
-    ranks = [(rank, each["communication"]) for rank, each in enumerate(documents) if each.get("communication")]
+    documents = {0: document} | {int(p.parent.name[4:]): read_json(p) for p in folder.glob("rank[0-9]*/kernels.json")}
+    ranks = [(rank, each["communication"]) for rank, each in sorted(documents.items()) if each.get("communication")]
     if not ranks:
         return ""
     rows = [

@@ -24,10 +24,6 @@ GLOO = "gloo:"  # prefix of spans in gloo's threads
 _CALLS = {"cuda_runtime", "cuda_driver"}
 LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
 _LEAST_SEEN = 0.99  # share of launches with a recorded kernel
-_LESS = (
-    "CUPTI of CUDA 12.6 to 13.0 loses kernel times (pytorch#192021): profile fewer steps (--steps 1), switch "
-    "optimizations.compile off, or use a torch built for CUDA 13.1 or newer"
-)
 
 
 class TraceError(FtbenchError):
@@ -150,7 +146,7 @@ def _check_gpu(trace: Trace, path: Path) -> None:
     seen = len(launched & {kernel.correlation for kernel in trace.kernels})
     if seen < _LEAST_SEEN * len(launched):
         lost = f"the profiler lost GPU work: {seen:,} of {len(launched):,} launches have a kernel"
-        raise TraceError(f"{path}: {lost}; {_LESS}")
+        raise TraceError(f"{path}: {lost}; profile fewer steps (--steps 1)")
 
 
 def _nest(spans: list[Span]) -> None:

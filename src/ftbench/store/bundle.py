@@ -123,7 +123,7 @@ def files_of(run: RunDir) -> Iterator[str]:
     """Yield the names of the files of a run that a bundle contains. Symbolic links are skipped."""
     profile = run.path / "profile"
     tables = sorted(p.name for p in profile.iterdir() if p.suffix in PROFILE) if profile.is_dir() else []
-    ranks = [path.name for path in rank_files(run)]
+    ranks = [path.name for path in (*rank_files(run), *sorted(run.path.glob("applied.rank*.json")))]
     for name in (*FILES, *ranks, *(f"profile/{table}" for table in tables)):
         path = run.path / name
         if path.is_file() and not path.is_symlink() and not path.parent.is_symlink():

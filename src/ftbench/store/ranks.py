@@ -151,7 +151,9 @@ def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
     if missing := [path.name for path in (run.of_rank(number).steps for number in range(count)) if path not in files]:
         return [], [f"{listed(missing, 1)} of {count} ranks: missing, so there are no figures per rank"]
     tables = [read_steps(path) for path in files]
-    return [rows for rows, _ in tables], [warning for _, warnings in tables for warning in warnings]
+    notes = [read_json(run.of_rank(number).applied).get("warnings", []) for number in range(count)]
+    others = [f"rank {at}: {text}" for at, texts in enumerate(notes) for text in texts if text not in notes[0]]
+    return [rows for rows, _ in tables], [text for _, texts in tables for text in texts] + others
 
 
 def rank_files(run: RunDir) -> list[Path]:

@@ -13,7 +13,7 @@ from ftbench.core.bottleneck import THERMAL, over_time
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
 from ftbench.core.units import reworded, some
-from ftbench.store.rundir import NOT_FINITE, first_gpu
+from ftbench.store.rundir import NOT_FINITE, gpus_of
 
 WALL_TOLERANCE = 0.02  # allowed difference between the sum of the steps and the wall clock
 STEPS_AHEAD = 2  # steps that the sum may have in addition, because the host reads its clock before the last step ends
@@ -53,14 +53,14 @@ def warnings(
         sentences.append(f"the allocator ran full and flushed its cache {retries:.0f} times in the steady window")
     if bound.get("verdict") in ("data-bound", "launch-bound"):
         sentences.append(f"{bound['verdict']}: {bound['why']}")
-    gpu = first_gpu(machine)
-    if gpu.get("ecc_uncorrected"):
-        sentences.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
     if machine.get("shared_host"):
         sentences.append("shared host: other runs used this machine's other GPUs at the same time")
-    if not is_free(gpu):
-        used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes") or 0
-        sentences.append(f"the GPU was not free before the run: {used:.1f} GiB in use, {others} other processes")
+    for gpu in gpus_of(machine):
+        if gpu.get("ecc_uncorrected"):
+            sentences.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
+        if not is_free(gpu):
+            used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes") or 0
+            sentences.append(f"the GPU was not free before the run: {used:.1f} GiB in use, {others} other processes")
     return list(map(reworded, sentences))
 
 

@@ -23,7 +23,9 @@ def acquire(directory: RunDir, phases: Phases) -> None:
 
     Then update the state of the GPUs in machine.json, because the parent may have read the state during another run.
     """
-    gpus = [gpu for gpu in gpus_of(read_json(directory.machine)) if gpu.get("uuid")]
+    node = os.environ.get("GROUP_RANK", "0")  # node 0 adds the files of the other nodes to machine.json at the end
+    file = directory.machine if node == "0" else directory.path / f"machine.node{node}.json"
+    gpus = [gpu for gpu in gpus_of(read_json(file)) if gpu.get("uuid")]
     if not gpus or _held:
         return
     for gpu in sorted(gpus, key=lambda gpu: gpu["uuid"]):  # a fixed order prevents deadlocks
@@ -34,8 +36,7 @@ def acquire(directory: RunDir, phases: Phases) -> None:
     if not all(map(is_free, now)):
         with phases.within(WAITING):
             now = [_when_free(gpu) for gpu in now]
-    described = read_json(directory.machine)
-    write_json(directory.machine, described | {"gpus": now})
+    write_json(file, read_json(file) | {"gpus": now})
 
 
 def try_acquire(gpu: dict[str, Any] | None) -> bool:

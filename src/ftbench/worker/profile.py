@@ -1,14 +1,11 @@
 """Profile a few steady steps with a callback, then end the training (`measure.profile`).
 
-Steps 1 to 3 load kernels. Steps 4 to 6 are timed. Step 7 warms up the profiler, and steps 8 to 10 are profiled. On a
-GPU, step 11 records every memory allocation with its stack, for pytorch.org/memory_viz. Profiler and memory recording
-slow down a step, so both are off in the timed steps. With compiled layers, the timed steps are the first three
-successive steps without compilation, and the later step numbers shift. `measure.profile_steps` sets the number of
-profiled steps.
+Steps 1 to 3 load kernels. Steps 4 to 6 are timed without the profiler. Step 7 warms up the profiler, and steps 8 to 10
+(`measure.profile_steps`) are profiled. On a GPU, step 11 records every memory allocation with its stack, for
+pytorch.org/memory_viz. With compiled layers, the timed steps are the first three successive steps without compilation.
 
-The trace has a range for each part of a step. The ranges on the training thread have no gaps. Each micro-batch has the
-ranges data, forward, loss, metrics and backward. Then clip and optimizer follow. The loss is computed inside forward.
-`metrics` are the values that the trainer computes from the logits in addition to the loss.
+The trace has a range for each part of a step: data, forward, loss, metrics and backward for each micro-batch, then clip
+and optimizer. `metrics` are the values that the trainer computes from the logits in addition to the loss.
 """
 
 import sys
@@ -88,7 +85,10 @@ class Profiler(TrainerCallback):
         if step < STEPS_BEFORE_PROFILE:
             return False
         last_chance = most - (self._needed - STEPS_BEFORE_PROFILE)
-        return step - self._compiled[1] >= _TIMED or step >= min(_LATEST, last_chance)
+        steady = torch.tensor(int(step - self._compiled[1] >= _TIMED or step >= min(_LATEST, last_chance)))
+        if torch.distributed.is_initialized():  # ranks compile in different steps, and must end in the same step
+            torch.distributed.all_reduce(steady, torch.distributed.ReduceOp.MIN)
+        return bool(steady)
 
     def _begin(self, step: int) -> None:
         self._first = step + 2

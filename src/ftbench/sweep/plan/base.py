@@ -122,8 +122,8 @@ def on_resume(standing: Standing, retry_failed: bool) -> Standing:
 
 
 def is_batch_too_large(run: RunDir) -> bool:
-    """Return whether no other program used the GPU of an out-of-memory run: then larger batches do not fit either."""
-    return is_free(rundir.first_gpu(rundir.read_json(run.machine)))
+    """Return whether no other program used the GPUs of an out-of-memory run: then larger batches do not fit either."""
+    return all(map(is_free, rundir.gpus_of(rundir.read_json(run.machine))))
 
 
 @dataclass(frozen=True, slots=True)

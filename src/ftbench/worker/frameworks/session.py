@@ -49,12 +49,12 @@ def train(run: TrainingRun) -> None:
         values = read_json(directory.framework)
         if FRAMEWORKS[spec.launch.framework].own_loop:
             frameworks.load(spec.launch.framework).record(run, values)
-            if spec.launch.ranks > 1:
-                torch.distributed.barrier()  # the other ranks read the files that are deleted below
         else:
             _through_trainer(run, values)
     run.warn(*weights_left_out)
     _check_order(run)
+    if spec.launch.ranks > 1:
+        torch.distributed.barrier()  # the other ranks read the files that are deleted below
     if parallel.is_first():
         for made in (frameworks.OUTPUT, "data"):
             shutil.rmtree(made, ignore_errors=True)

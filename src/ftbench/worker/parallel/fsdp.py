@@ -53,6 +53,8 @@ def shard(accelerator: Any, model: Any, spec: Experiment) -> Any:
     state, precision = accelerator.state, accelerator.state._mixed_precision
     if spec.method.name == "full" and not trains_in_32_bits(spec):
         state._mixed_precision = "no"  # FSDP2's precision policy already sets the dtype of the products
+    for each in (module for module in model.modules() if hasattr(module, "checkpoint_fn")):
+        each.checkpoint_fn.keywords["preserve_rng_state"] = True  # else a recomputed layer has another dropout
     model = fsdp_utils.fsdp2_prepare_model(accelerator, model)
     state._mixed_precision = precision
     for layer, following in pairwise(map(unwrapped, decoder_layers(model))):
@@ -66,7 +68,7 @@ def _checkpoint_every_second(accelerator: Any, model: Any) -> Any:
     """Turn on checkpointing in every second layer. accelerate would turn it on in all layers."""
     layers = decoder(model).layers
     for at in range(0, len(layers), 2):
-        layers[at] = checkpoint_wrapper(layers[at], preserve_rng_state=False)
+        layers[at] = checkpoint_wrapper(layers[at])
     return model
 
 
