@@ -303,6 +303,25 @@ def wrong_second_beta_in_the_step(patch) -> None:
     _step_with(patch, betas=(0.9, 0.99))
 
 
+def learning_rate_of_the_previous_step(patch) -> None:
+    """The optimizer's step uses a learning rate that was copied before the schedule changed it."""
+    import torch
+
+    original = torch.optim.AdamW.step
+
+    def step(self, *args, **kwargs):
+        now = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, getattr(self, "previous", now), strict=True):
+            group["lr"] = rate
+        result = original(self, *args, **kwargs)
+        for group, rate in zip(self.param_groups, now, strict=True):
+            group["lr"] = rate
+        self.previous = now
+        return result
+
+    patch.setattr(torch.optim.AdamW, "step", step)
+
+
 def clipping_in_the_step(patch) -> None:
     import torch
 
@@ -419,8 +438,8 @@ BUGS = [
     "one_projection_2_percent_too_large", "stale_weights_in_one_layer", "labels_one_token_late",
     "last_token_of_each_sample_dropped", "wrong_beta", "weight_decay_lost_in_the_step", "wrong_first_beta_in_the_step",
     "wrong_second_beta_in_the_step", "clipping_in_the_step", "another_rotary_base", "half_the_gradient_of_one_layer",
-    "dead_projection", "norms_with_a_larger_epsilon", "dropout_left_on", "one_sample_of_each_batch_dropped",
-    "gradients_of_one_sample_twice", "attention_window_of_36_tokens", "no_clipping",
+    "learning_rate_of_the_previous_step", "dead_projection", "norms_with_a_larger_epsilon", "dropout_left_on",
+    "one_sample_of_each_batch_dropped", "gradients_of_one_sample_twice", "attention_window_of_36_tokens", "no_clipping",
 ]  # fmt: skip
 HONEST = {
     "other seed": ({"train": {"seed": 10_000}}, ""),

@@ -8,6 +8,7 @@ import json
 import pytest
 
 import parity_runs
+from ftbench.report.data import facts
 from ftbench.spec.batches import packed as rows_of
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import GRADED, Experiment, resolve
@@ -16,7 +17,7 @@ from ftbench.sweep import verdict
 from ftbench.sweep.parity import ParityTables
 from ftbench.sweep.parity_records import FAIL, INCONCLUSIVE, PASS, Training
 from ftbench.sweep.plan.base import Standing
-from ftbench.sweep.plan.parity import PENDING, UNPROVEN, Contender
+from ftbench.sweep.plan.parity import PENDING, UNPROVEN, Contender, _is_refused
 from parity_runs import contender, plan_of
 
 
@@ -112,6 +113,7 @@ def test_fp8_is_compared_with_products_that_are_rounded_without_its_kernels(proc
     parity_runs.run_all(plan, {"half": "half_the_gradient_of_one_layer"})
     assert plan.record_of(plan.plain(recipe), recipe).spec.measure.round_products
     assert [each.verdict for each in plan.judgements()] == [PASS, FAIL], plan.judgements()
+    assert "not training" in plan.judgements()[0].reason
     assert [each.state for each in plan.controls(recipe)] == ["caught", "caught"]
     assert "layer 1" in plan.judgements()[1].reason
 
@@ -231,6 +233,7 @@ def test_weight_changes_with_8_bit_states_have_a_budget_or_twice_the_error_of_pl
         ([2.0, float("nan"), 2.0], 4.0, FAIL),
         ([2.0, 2.01, 1.99], 2.01, INCONCLUSIVE),  # nothing was learned
         ([2.0, 2.01, 1.99], None, INCONCLUSIVE),
+        ([2.0, 2.01, 1.99], 2.07, INCONCLUSIVE),  # a margin of 29 % of what was learned
     ],
 )
 def test_held_out_losses_are_equivalent_within_the_margin(candidate, untrained, state):
@@ -238,6 +241,12 @@ def test_held_out_losses_are_equivalent_within_the_margin(candidate, untrained, 
     assert result.state == state, result
     if state == PASS:
         assert result.limit == pytest.approx(0.05 * (4.0 - 2.0))
+
+
+@pytest.mark.parametrize(("candidate", "caught"), [([2.0, 2.3, 1.9], False), ([2.6, 3.9, 2.1], True)])
+def test_wide_interval_does_not_catch_a_control(candidate, caught):
+    found = verdict.training([2.0, 2.01, 1.99], candidate, 4.0, 100)
+    assert (found.state, _is_refused(found)) == (INCONCLUSIVE, caught)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -342,6 +351,22 @@ def test_control_that_passes_or_does_not_end_means_no_verdict(tmp_path, monkeypa
     assert not any(each.state == "caught" for each in plan.controls(recipe))
 
 
+def test_training_control_is_not_caught_by_its_learning_rate(tmp_path, monkeypatch):
+    """The held-out losses of a control must show its damage. Those of a control with the same losses do not."""
+    base = {"method": {"name": "full"}, "train": {"batch_size": 8, "max_steps": 60}}
+    recipe = tiny("chunked", base=base, **CHUNKED)
+    plan = ended(tmp_path, monkeypatch, recipe)
+    controls = {job.run.run_id: job.spec.measure.control for job in plan.standings}
+
+    def read(cls, run):
+        control = controls[run.run_id]
+        loss = 4.0 if control == "learning_rate_0" else 2.0
+        return Training(loss, 240.0, (1.1e-3 if control.startswith("learning_rate_x") else 1e-3,))
+
+    monkeypatch.setattr(Training, "read", classmethod(read))
+    assert [each.state for each in plan.controls(recipe) if each.level == "training"] == ["missed"]
+
+
 def test_agreement_is_read_again_after_a_new_run(tmp_path, monkeypatch):
     recipe = tiny("chunked", **CHUNKED)
     plan = ended(tmp_path, monkeypatch, recipe, same=False)
@@ -353,6 +378,19 @@ def test_agreement_is_read_again_after_a_new_run(tmp_path, monkeypatch):
         rundir.write_json(job.run.agreement, plan.agreement(recipe, job) | {"problems": ["kept"]})
         rundir.write_json(run.state, {"state": "ok", "ended_at": "2026-01-01T00:00:00Z"})
         assert plan_of(tmp_path, recipe).agreement(recipe, job)["problems"] == ["the run recorded no gradients"]
+
+
+def test_runs_of_another_commit_or_of_modified_files_are_named(tmp_path, monkeypatch):
+    recipe = tiny("chunked", **CHUNKED)
+    plan = ended(tmp_path, monkeypatch, recipe)
+    for number, job in enumerate(plan.standings):
+        rundir.write_json(job.run.machine, {"ftbench": {"commit": "a" * 40 + ("-dirty" if number else "")}})
+        rundir.write_json(job.run.applied, {"optimizer": {}})
+    monkeypatch.setenv("FTBENCH_COMMIT", "b" * 40)
+    said = [*ParityTables(plan, []).lines()]
+    assert "commit aaaaaaaaaaaa and aaaaaaaaaaaa-dirty," in said[1]
+    assert said[2].startswith("the source is now bbbbbbbbbbbb,")
+    assert facts.machine_facts(plan.record_of(recipe.spec, recipe).run)["commit"] == "aaaaaaaaaaaa-dirty"
 
 
 def test_training_with_another_schedule_or_size_is_not_compared():

@@ -110,7 +110,7 @@ CONTROLS = {
     "gradient_entries_lost": "1 % of the gradient entries of one layer are zero",
     "layer_gradient_reversed": "the gradient of one layer has the opposite sign",
     "learning_rate_x1.5": "the learning rate is multiplied by 1.5",
-    "learning_rate_x1.1": "the learning rate is multiplied by 1.1",
+    "learning_rate_x0.1": "the learning rate is multiplied by 0.1",
     "gradient_noise": "noise with the size of the gradient is added to the gradient",
     "frozen_weights_noise": "the frozen weights have 5 % noise",
     "positions_zero": "every token has position 0",

@@ -203,6 +203,11 @@ def commit() -> str | None:
     return (described.stdout.strip() or None) if described.returncode == 0 else None
 
 
+def short(commit: str | None) -> str:
+    """Return 12 digits of a commit, with `-dirty` for modified files."""
+    return commit[:12] + commit[40:] if commit else "unknown"
+
+
 # --- probed peak rates ------------------------------------------------------------------------------------------------
 
 PROBES = "probe"  # folder of probes, next to the experiments
@@ -214,7 +219,6 @@ def ceilings(store: Path, gpu_name: str | None) -> dict[str, Any]:
     If several cards or probes measured a rate, the fastest counts, because a hot or busy card is slower.
 
     Args:
-        store: The results folder. It contains the folder of probes.
         gpu_name: Name of the GPU in the driver or in the GPU table; None without a GPU.
 
     Returns:

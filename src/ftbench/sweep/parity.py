@@ -19,6 +19,7 @@ from ftbench.spec.methods import Full, Lora, Method, Qlora
 from ftbench.spec.model_argument import spec_text
 from ftbench.spec.reading import as_text
 from ftbench.store import rundir
+from ftbench.store.machine import commit, short
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep import sweep as command
 from ftbench.sweep import verdict
@@ -161,6 +162,8 @@ class ParityTables(Tables):
             if words:
                 settings = ", ".join(f"{key} {word}" for key, word in words.items())
                 yield f"{recipe.name} was judged with {settings}"
+                if (now := short(commit())) != words["commit"] or now.endswith("-dirty"):
+                    yield f"the source is now {now}, and the runs stay as they are: use another --out to judge changes"
 
     def answer(self, runs: Sequence[Record]) -> dict[str, Any]:
         plan = self.plan
@@ -176,7 +179,7 @@ class ParityTables(Tables):
         }  # fmt: skip
 
     def _settings(self, recipe: Contender) -> dict[str, Any]:
-        """Return optimizations, precision, commit and GPU of the judged run, as recorded in its files."""
+        """Return optimizations, precision and GPU of the judged run, and the commits of all runs, as recorded."""
         if recipe.refused:
             return {}
         run = self.plan.record_of(recipe.spec, recipe).run
@@ -184,12 +187,14 @@ class ParityTables(Tables):
         if "optimizer" not in applied:
             return {}
         optimizations = {name: value for name, value in recipe.spec.optimizations if value not in (False, "off", 0)}
-        commit, gpu = (machine.get("ftbench") or {}).get("commit"), rundir.first_gpu(machine).get("name")
+        ended = [rundir.read_json(job.run.machine) for job, standing in self.plan.standings.items() if standing.done]
+        commits = sorted({short((each.get("ftbench") or {}).get("commit")) for each in ended if each})
+        gpu = rundir.first_gpu(machine).get("name")
         return {
             "kernels": recipe.spec.optimizations.triton_kernels, "fp8": recipe.spec.optimizations.fp8,
             "precision": applied.get("product_precision"), "attention": applied.get("model", {}).get("attention"),
             "optimizer": applied["optimizer"].get("class"), "optimizations": " ".join(optimizations) or "none",
-            "commit": (commit or "unknown")[:12], "gpu": gpu or "none",
+            "commit": " and ".join(commits), "gpu": gpu or "none",
         }  # fmt: skip
 
     def sections(self, runs: Sequence[Record]) -> Iterator[tuple[str, Table]]:

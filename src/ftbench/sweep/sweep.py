@@ -45,7 +45,6 @@ class Ready:
     """A plan that is ready to start.
 
     Attributes:
-        request: The command line.
         source: Content of the spec file.
         plan: Decides which job runs next.
         slots: The GPUs to use.

@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.reading import as_text
+from ftbench.store.machine import short
 from ftbench.store.rundir import RunDir, first_gpu, gpus_of, read_json
 
 CPU = "none (CPU)"
@@ -71,7 +72,7 @@ def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
         LIMIT: None if limit is None else f"{limit:g} W" + ("" if highest is None else f" of {highest:g} W"),
         "mig": "on" if gpu.get("mig") else None,
         "shared host": "yes" if machine.get("shared_host") else None,
-        COMMIT: (machine.get("ftbench", {}).get("commit") or "")[:12],
+        COMMIT: short(commit) if (commit := machine.get("ftbench", {}).get("commit")) else "",
         "python": machine.get("os", {}).get("python"),
         **{f"versions.{name}": version for name, version in versions.items() if name not in _NOT_COMPARED},
         **{f"environment.{name}": value for name, value in environment.items() if name.startswith(_ENVIRONMENT)},
