@@ -18,8 +18,7 @@ spread between runs is added, and the verdict is at most `likely`.
 A sitting is a group of runs on one card within 12 hours. Speeds also differ between sittings. If both sides were
 repeated in one sitting, the interval does not need this spread. All other intervals include this spread (`sitting`).
 
-If several comparisons are shown together, each interval has the confidence `1 - 0.05 / comparisons`. All intervals
-together then hold with 95 % confidence (Bonferroni correction).
+If several comparisons are shown together, each interval has the confidence `1 - 0.05 / comparisons` (Bonferroni).
 """
 
 import math
@@ -124,8 +123,7 @@ def ratio_of_runs(
     """Return the ratio candidate / baseline with an interval from repeated runs (`runs` in the module docstring).
 
     Args:
-        baseline: One positive value per run.
-        candidate: One positive value per run of the other side.
+        baseline: One positive value per run, as in `candidate`.
         spread: Standard deviation of log(value) between repeated runs, None if unknown.
         comparisons: Number of comparisons that are shown together.
         sitting: Standard deviation of log(ratio) between sittings (cards or days), 0 within one sitting.
@@ -209,8 +207,7 @@ def ratio_of_steps(
 
     Args:
         value: Figure of the candidate divided by the figure of the baseline.
-        baseline: One positive value per step after warm-up.
-        candidate: The same for the other run.
+        baseline: One positive value per step after warm-up, as in `candidate`.
         paired: Whether step i of both runs trained on the same tokens.
         spread: Standard deviation of log(value) between repeated runs.
         comparisons: Number of comparisons that are shown together.

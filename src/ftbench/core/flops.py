@@ -40,11 +40,9 @@ class VisionMatmulShape:
 
     Attributes:
         encoder: Parameters of the encoder's matrices.
-        encoder_trained: The trained part of `encoder`.
-        encoder_adapters: Parameters of the encoder's adapters.
+        encoder_trained: The trained part of `encoder`. `encoder_adapters` counts its adapters.
         projector: Parameters of the projector, divided by the number of patches per image token.
-        projector_trained: The trained part of `projector`.
-        projector_adapters: Parameters of the projector's adapters, with the same division.
+        projector_trained: The trained part of `projector`. `projector_adapters` counts its adapters, also divided.
         width: heads * head_dim of an encoder layer.
         windows: Attention window of each layer in patches; None for the full image or tile.
     """
@@ -144,7 +142,6 @@ def hardware_flops(
     Only the causal half of attention counts, even if a kernel computes the full score matrix.
 
     Args:
-        shape: The model.
         positions: Number of positions, including padding.
         head_positions: Number of positions with logits.
         length: Mean sequence length in tokens, weighted by tokens.

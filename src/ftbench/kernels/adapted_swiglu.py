@@ -9,13 +9,9 @@ transpose of x, and s is the scale of LoRA. The kernels use these tensors:
 - b (2 * inner, rank) is s * B of gate_proj and up_proj. a (down_rank, inner) is A of down_proj.
 - thin (tokens, down_rank) is the gradient of gated @ a'.
 
-Costs are counted in passes. One pass reads or writes a 16-bit tensor (tokens, inner) once.
-- Forward, 2.5 passes: read gate and up (2), write gated in 8 bits (0.5).
-- Backward, 4 passes: read gate, up and the gradient of gated (3), write the gradients of gate and up in 8 bits (1).
-- Separate adapter kernels would add 5 passes: the gradients of B of gate_proj and up_proj (2), the gradient of A of
-  down_proj (1), and the gradients of A of gate_proj and up_proj and of the MLP's input (2).
-- A program keeps sums over rows in registers. It writes its sums over columns (tokens, rank) to memory, and a second
-  kernel adds them. This costs half a pass for rank 16, and one pass for rank 32.
+One pass reads or writes a 16-bit tensor (tokens, inner) once. The forward kernel needs 2.5 passes, and the backward
+kernel 4. Separate adapter kernels would add 5 passes. A program keeps sums over rows in registers. It writes its sums
+over columns (tokens, rank) to memory, and a second kernel adds them (half a pass for rank 16, one pass for rank 32).
 
 ftbench uses these kernels only if the MLP has 8-bit weights. With 16-bit weights, the fused backward kernel was slower
 on an H200 than separate kernels for the gate, its gradient and the adapters.

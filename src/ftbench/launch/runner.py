@@ -60,11 +60,8 @@ def run(
     """Train a spec once in a new run directory, and return the result.
 
     Args:
-        spec_path: The spec file.
-        sets: The `--set` changes.
-        out: Folder of all results.
-        on_start: Called with the new run directory.
-        on_tick: Called about twice per second with the progress.
+        out: Folder of all results. `sets` are the `--set` changes.
+        on_start: Called with the new run directory. `on_tick` is called about twice per second with the progress.
         on_checked: Called with the resolved spec and the content of machine.json, before the directory is created.
 
     Raises:
@@ -136,9 +133,7 @@ def execute(
     """Train a spec in a new run directory, write state.json and summary.json, and return the result.
 
     Args:
-        created: The new run directory.
-        order: The spec, its file and the `--set` changes.
-        described: Content of machine.json.
+        order: The spec, its file and the `--set` changes. `described` is the content of machine.json.
         signals_pipe: Read end of a pipe. A byte in the pipe ends the worker. The files are written in any case.
         on_tick: Called about twice per second with the progress.
         environment: Environment variables that are added to those of this process.

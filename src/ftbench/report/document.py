@@ -113,9 +113,7 @@ def section(
     If a run is contended (disturbed by other processes), the state has a column.
 
     Args:
-        key: name of the section in JSON.
-        title: heading.
-        records: flat records with the fields of `names_of`.
+        records: flat records with the fields of `names_of`. `key` is the name of the section in JSON.
         columns: {heading: function that returns the text of a record}.
         words: paragraphs of text.
         text: headings of left-aligned columns.

@@ -184,7 +184,6 @@ def row_format(dataset: Dataset, row: Mapping[str, Any], where: str, pairs: bool
     """Return the format of a dataset's rows. If the spec does not set the format, detect it from the first row.
 
     Args:
-        dataset: The dataset of the spec.
         row: The first row of the dataset.
         where: File and line of this row, for error messages.
         pairs: Whether the objective needs preference pairs.

@@ -1,10 +1,9 @@
 """Record losses, gradients and weight changes in gradients.npz, for `ftbench parity`.
 
 All values are recorded twice: at the initial weights, and at the trained weights of the reference run. The file
-contains the loss of each sample. For each trained tensor, the file also contains the gradient, and the weight change
-after one step and after several steps. The square root of Adam's second moment after one step is stored too. The moment
-shows the scale of the gradient that the optimizer used. Every step trains on all samples, so packed and padded runs can
-be compared.
+contains the loss of each sample. For each trained tensor, the file also contains the gradient, the weight change after
+one step and after several steps, and the square root of Adam's second moment after one step, which shows the scale of
+the gradient that the optimizer used. Every step trains on all samples, so packed and padded runs can be compared.
 
 Tensors are stored as a norm and a count sketch (M. Charikar, K. Chen and M. Farach-Colton, ICALP 2002). A sketch has
 `WIDTH` sums. Every element is added to one random sum, with a random sign. `norm(sketch_1 - sketch_2)` approximates

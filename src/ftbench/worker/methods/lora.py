@@ -41,9 +41,8 @@ def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
     """Return peft's `target_modules` for the targets of the spec.
 
     `all-linear` means all linear layers except the output head. Fused experts get adapters only with `method.experts`.
-    In models with fused experts (qwen3_moe, mixtral, ...), peft treats gate_proj, up_proj and down_proj (mixtral: w1,
-    w2, w3) as experts, and always adapts the experts. For such models, this function leaves out these names. Dense
-    layers and shared experts with these names then get no adapters.
+    In models with fused experts, peft treats gate_proj, up_proj and down_proj (mixtral: w1, w2, w3) as experts, and
+    always adapts them. Therefore these names are left out, also for dense layers and shared experts.
 
     Raises:
         SpecError: Only fused experts match, and `method.experts` is off.
