@@ -44,6 +44,7 @@ def eagerly() -> None:
     torch.compile = partial(torch.compile, backend="eager")
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_compile_in_different_steps_are_profiled_in_the_same_steps(tmp_path):
     """Without padding, a batch needs another graph. Rank 1 has its first one in step 5."""
     spec = write_spec(

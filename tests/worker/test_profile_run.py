@@ -147,7 +147,9 @@ def test_interrupted_it_is_interrupted(tmp_path, cache):
     assert not (command.run.profile / "kernels.json").exists()
 
 
-def test_a_model_that_fsdp_moves_to_the_gpu_later_is_profiled_there(tmp_path, monkeypatch):
+@pytest.fixture
+def profiler(tmp_path, monkeypatch):
+    """A profiler on a machine with a GPU, of a model that is still on the CPU."""
     import torch
 
     from ftbench.worker import profile as worker
@@ -155,6 +157,18 @@ def test_a_model_that_fsdp_moves_to_the_gpu_later_is_profiled_there(tmp_path, mo
     monkeypatch.setattr(worker, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(worker, "mark", lambda loop, ranges: None)
     values = {"name": "x", "model": {"id": "tiny/qwen3"}, "method": {"name": "lora"}, "dataset": DATA}
-    spec = Experiment.model_validate(values)
-    loop = SimpleNamespace(model=torch.nn.Linear(1, 1))  # on the CPU
-    assert worker.Profiler(spec, rundir.RunDir(tmp_path), loop, None)._on_gpu
+    loop = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    return worker.Profiler(Experiment.model_validate(values), rundir.RunDir(tmp_path), loop, None)
+
+
+def test_a_model_that_fsdp_moves_to_the_gpu_later_is_profiled_there(profiler):
+    assert profiler._on_gpu
+
+
+@pytest.mark.parametrize("ready", [0, 1])
+def test_ranks_decide_together_when_to_profile(profiler, monkeypatch, ready):
+    import torch
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda value, operation: value.mul_(ready))  # of another rank
+    assert profiler._is_steady(20, 40) is bool(ready)
