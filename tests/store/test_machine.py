@@ -65,3 +65,10 @@ def test_a_gpu_that_says_nothing_of_a_figure_has_it_unknown():
     found = machine._gpu(Driver(), object())
     known = {key: value for key, value in found.items() if value is not None}
     assert known == {"name": "NVIDIA H200", "driver": "570.1", "power_limit_max_w": 700.0, "mig": False}
+
+
+def test_short_commit_keeps_the_mark_of_modified_files():
+    assert machine.short("a" * 40) == "a" * 12
+    assert machine.short("a" * 40 + "-dirty") == "a" * 12 + "-dirty"
+    assert machine.short("abcd1234-dirty") == "abcd1234-dirty"
+    assert machine.short(None) == "unknown"

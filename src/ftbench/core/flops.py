@@ -40,9 +40,10 @@ class VisionMatmulShape:
 
     Attributes:
         encoder: Parameters of the encoder's matrices.
-        encoder_trained: The trained part of `encoder`. `encoder_adapters` counts its adapters.
+        encoder_trained: The trained part of `encoder`. `encoder_adapters` are the parameters of its adapters.
         projector: Parameters of the projector, divided by the number of patches per image token.
-        projector_trained: The trained part of `projector`. `projector_adapters` counts its adapters, also divided.
+        projector_trained: The trained part of `projector`.
+        projector_adapters: Parameters of the projector's adapters, with the same division.
         width: heads * head_dim of an encoder layer.
         windows: Attention window of each layer in patches; None for the full image or tile.
     """

@@ -18,7 +18,9 @@ class Gpu:
         bf16: Peak bf16 rate in TFLOP/s, without 2:4 sparsity.
         fp8: Peak FP8 rate in TFLOP/s, without 2:4 sparsity.
         fp16: Peak FP16 rate in TFLOP/s of a GPU without bf16.
-        memory_gb: Memory in GB (10**9 bytes). `bandwidth` is in GB/s, and `watts` is the power of the board.
+        memory_gb: Memory in GB (10**9 bytes).
+        bandwidth: Memory bandwidth in GB/s.
+        watts: Board power in watts.
         gemm_bf16: Highest published rate of large bf16 matrix products in TFLOP/s.
         nvml_mib: Memory in MiB according to the driver.
         usable_gib: Memory in GiB that CUDA gives to processes.

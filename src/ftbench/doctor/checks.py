@@ -84,7 +84,7 @@ STACK = "stack"
 def stack(facts: Facts) -> list[Finding]:
     """Return findings about installed software: ftbench, its optional packages, the build of torch, the C compiler."""
     about = facts.described["ftbench"]
-    commit = f", commit {about['commit'][:12]}" if about["commit"] else ""
+    commit = f", commit {machine.short(about['commit'])}" if about["commit"] else ""
     title = f"{about['version']}{commit}, Python {facts.described['os']['python']}"
     needs = sorted((extra != "train", need.name, extra, need) for need, extra in requirements() if extra)
     return [

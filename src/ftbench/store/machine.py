@@ -205,7 +205,8 @@ def commit() -> str | None:
 
 def short(commit: str | None) -> str:
     """Return 12 digits of a commit, with `-dirty` for modified files."""
-    return commit[:12] + commit[40:] if commit else "unknown"
+    digits, dash, modified = (commit or "unknown").partition("-")
+    return digits[:12] + dash + modified
 
 
 # --- probed peak rates ------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class Profiler(TrainerCallback):
         )
         self._profiler.start()
         if self._on_gpu:
-            # CUPTI gives the first kernels wrong times, and the profiler drops them (pytorch#192021). It drops these.
+            # CUPTI gives the first kernels wrong times, and the profiler drops them (pytorch#192021): here, these 64.
             for _ in range(64):
                 torch.ones(1, device="cuda")
                 torch.cuda.synchronize()

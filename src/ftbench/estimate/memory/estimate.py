@@ -228,10 +228,8 @@ def _tiers(
     )  # fmt: skip
     apart = free_in_other_streams(case.model, case.plan, case.sharding, named[phase].get("gradients", 0.0)) / GIB
     expected, high = (max(0.0, min(apart, has.total - has.margin - end)) for end in (device.expected, device.high))
-    return [allocated, *(
-        Band(tier.low, tier.expected + expected, max(tier.expected + expected, tier.high + high))
-        for tier in (reserved, device)
-    )]  # fmt: skip
+    tiers = ((each.low, each.expected + expected, each.high + high) for each in (reserved, device))
+    return [allocated, *(Band(low, middle, max(middle, top)) for low, middle, top in tiers)]
 
 
 def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float:

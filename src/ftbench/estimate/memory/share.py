@@ -204,8 +204,8 @@ def _free_under_zero(model: ModelShape, plan: TrainingPlan, part: Share) -> floa
 
     In the stream that gathers weights, these are a receive buffer, two layers that the GPU has not computed yet
     (worker/parallel/zero.py, AHEAD), and the embedding. Gradients of the head and of three layers wait for the stream
-    that reduces them. The optimizer needs a float32 tensor of a sub-group, which is larger than other free blocks.
-    Two runs reserved 133.0 and 50.0 GiB (results/*/two-gpus/zero3-*), and the estimates are 134.4 and 48.0 GiB."""
+    that reduces them. The optimizer needs a float32 tensor of a sub-group, for which other free blocks are too small.
+    Two runs reserved 133.0 and 50.0 GiB (results/*/two-gpus/zero3-*), and the estimates are 134.6 and 48.2 GiB."""
     layers = 3.0 * model.largest_layer
     free = plan.compute * (layers + model.parameters["embedding"])
     if plan.full:

@@ -73,7 +73,7 @@ def answer(request: RecommendRequest) -> Recommendation:
     spec = history.with_sample_count(spec)
     most = spec.launch.gpus if request.gpus is None else request.gpus
     samples, effective = _samples(request, spec, history), _effective(request, spec, history)
-    if request.samples or request.effective_batch:  # the number of steps changes, and so do the samples of a run
+    if request.samples or request.effective_batch:  # another number of steps than the spec's
         spec = spec.model_copy(update={"train": spec.train.model_copy(update={"max_steps": None})})
     recommendation = recommend(Goal(
         spec, gpus, samples, deadline, request.max_cost, prices, tuple(counts(most)),

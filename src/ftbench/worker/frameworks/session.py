@@ -53,7 +53,7 @@ def train(run: TrainingRun) -> None:
             _through_trainer(run, values)
     run.warn(*weights_left_out)
     _check_order(run)
-    if spec.launch.ranks > 1:
+    if torch.distributed.is_initialized():
         torch.distributed.barrier()  # the other ranks read the files that are deleted below
     if parallel.is_first():
         for made in (frameworks.OUTPUT, "data"):
