@@ -179,3 +179,11 @@ def test_recipe_is_not_compared_with_itself_over_more_samples(tmp_path):
     first = report(Request([tmp_path], "html")).text
     assert "(samples 264)" in first, "rows have distinct names"
     assert "plain is the only recipe" in first.partition("<title>")[2].partition("</title>")[0]
+
+
+def test_answer_lists_another_rank_and_optimizer(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1), spec={"method.rank": 64})
+    changed = {"method.rank": 8, "train.optimizer": "adamw_bnb_8bit", "optimizations.compile": True}
+    make_run(tmp_path, "b", steps(seconds=0.8, seed=2), spec=changed)
+    text = report(Request([tmp_path])).text
+    assert "They also differ in train.optimizer, method.rank." in " ".join(text.split())

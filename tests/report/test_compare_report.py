@@ -624,3 +624,15 @@ def test_unsloth_is_a_separate_recipe():
     rows = {row["value"]: row for row in found["comparison"]["records"]}
     assert {"plain", "fastest", "small", "unsloth 16-bit + padded", "unsloth 4-bit + padded"} <= set(rows)
     assert rows["unsloth 16-bit + padded"]["baseline_run_ids"] == rows["plain"]["run_ids"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "other"),
+    [("machine", {"gpu.power_limit_w": 350.0}, {}), ("applied", {"dataset.hash": "1"}, {"dataset.hash": "2"})],
+)
+def test_baseline_with_the_same_power_limit_and_tokens_is_preferred(tmp_path, key, value, other):
+    make_run(tmp_path, "a", steps(seconds=2.0, seed=1), **{key: value})
+    make_run(tmp_path, "b", steps(seed=2), **{key: other})
+    make_run(tmp_path, "c", steps(seconds=1.1, seed=3), spec=method("qlora"), **{key: other})
+    (pair,) = compare(runs_of(collect([tmp_path])), "method", "lora").pairs
+    assert pair.baseline.runs[0].run_id == "b"

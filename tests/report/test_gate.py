@@ -184,3 +184,10 @@ def test_nan_loss_fails_at_any_speed(against, before):
     code, out = against([old], [new])
     assert code == 1
     assert "not finite" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(("before", "code"), [(None, 1), (OOM, 0)])
+def test_failed_repeat_fails_if_no_earlier_repeat_failed(against, before, code):
+    broken = {"state": "error", "reason": "a kernel broke"}
+    old = [run(seed=1), run(seed=2, state=before)]
+    assert against(old, [run(seed=3), run(seed=4, state=broken)])[0] == code

@@ -70,6 +70,15 @@ def test_edited_data_files_are_not_repeats(tmp_path, ftbench):
     assert [row["runs"] for row in csv.DictReader(io.StringIO(out))] == ["2 of 3", "1"]
 
 
+def test_merged_row_has_the_mean_of_each_rate(tmp_path):
+    for name, seconds in (("a", 1.0), ("b", 4.0)):
+        rows = steps(seconds=seconds, noise=0, images=4, tiles=4, generated_tokens=8, generation_s=seconds)
+        make_run(tmp_path, name, rows)
+    (row,) = json.loads(report(Request([tmp_path], "json", repeats="merge")).text)["runs"]
+    figures = {"tokens_per_s.real": 4096, "images_per_s.images": 2, "tokens_per_s.generated": 4}
+    assert {name: row[name] for name in figures} == pytest.approx(figures)
+
+
 @pytest.mark.parametrize("folder", ["", "recipes", "qwen3-8b-frontier", "grid"])
 def test_rows_of_committed_runs_have_unique_names(folder):
     document = json.loads(report(Request([RESULTS / folder], "json", answers=True)).text)
@@ -200,3 +209,12 @@ def test_very_wide_interval_is_described_in_words(tmp_path):
     assert pair.speed.high > 1000
     assert words.change(pair.speed).startswith("≈ +100.")
     assert "[" not in words.change(pair.speed)
+
+
+def test_runs_on_a_shared_gpu_have_no_valid_speed(tmp_path):
+    for name, kind in (("a", "lora"), ("b", "qlora")):
+        make_run(tmp_path, name, steps(seed=name), spec=method(kind) | {"measure.share_gpu": True})
+    (pair,) = compare(runs_of(collect([tmp_path])), "method").pairs
+    assert (pair.speed, pair.energy) == (None, None)
+    assert "contended" in pair.reason
+    assert energy(cells(tmp_path)) is None

@@ -118,3 +118,15 @@ def test_tp_size_is_part_of_the_strategy():
                          {"launch.strategy": "tp+fsdp", "launch.tp": "4"})  # fmt: skip
     assert implied("launch.strategy", fsdp, mesh, "launch.tp")
     assert not implied("launch.gpus", mesh, wider, "launch.tp")
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [("machine", {"ftbench": {"commit": "0" * 40}}), ("spec_json", {"launch": {"framework": "axolotl"}})],
+)
+def test_scaling_is_relative_to_the_same_commit_and_framework(tmp_path, file, change):
+    run = on(tmp_path, "one", 1, "none", 2.0)
+    rundir.write_json(getattr(run, file), rundir.read_json(getattr(run, file)) | change)
+    on(tmp_path, "two", 2, "ddp", 1.25)
+    (row,) = told(tmp_path, answers=True)["scaling"]["records"]
+    assert (row["gpus"], row["weak"]) == (2, None)

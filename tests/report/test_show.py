@@ -218,3 +218,9 @@ def test_condition_of_many_spaces_is_rejected_quickly(ftbench, tmp_path):
     code, _, err = ftbench("report", tmp_path, "--where", "a" + " " * 120_000 + "b")
     assert code == 2
     assert "write it as method=lora" in err
+
+
+def test_suggested_batch_keeps_the_samples_per_step_of_an_odd_batch(ftbench, tmp_path):
+    run = make_run(tmp_path, "a", steps(1), state=OOM, spec={"train.batch_size": 3})
+    found, _ = suggestions(ftbench, run.path)
+    assert changed(found[0]).global_batch == load(run.spec_json).global_batch

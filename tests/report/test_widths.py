@@ -219,3 +219,11 @@ def test_paragraphs_wrap_at_the_terminal_width(monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
     assert max(map(len, folded("word " * 60).splitlines())) <= 50
     assert all(line.startswith("  w") for line in folded("  " + "word " * 60).splitlines()), "indented throughout"
+
+
+def test_where_does_not_match_the_end_of_another_method(ftbench, tmp_path):
+    make_run(tmp_path, "a", steps(seed=1), spec=method("qlora"))
+    make_run(tmp_path, "b", steps(seed=2), spec=method("full"))
+    out = ftbench("report", tmp_path, "--where", "method!=lora", "--format", "csv")[1]
+    assert {row["run_id"] for row in csv.DictReader(io.StringIO(out))} == {"a", "b"}
+    assert ftbench("report", tmp_path, "--where", "method=lora")[0] == 2

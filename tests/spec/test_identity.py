@@ -154,3 +154,14 @@ def test_slug_has_model_method_and_batch():
 def test_slug_is_a_safe_file_name(name):
     found = slug(spec(model={"id": name}))
     assert re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}", found)
+
+
+def test_edited_file_in_a_data_folder_changes_the_fingerprint(tmp_path):
+    folders = [tmp_path / name / "data" for name in "ab"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "x.jsonl").write_text('{"text": "one"}\n')
+    one, two = (spec(dataset={"name": "file", "path": str(folder)}) for folder in folders)
+    assert fingerprint(one) == fingerprint(two)
+    (folders[1] / "x.jsonl").write_text('{"text": "two"}\n')
+    assert fingerprint(one) != fingerprint(two)

@@ -10,14 +10,16 @@ import pytest
 
 import warm
 from ftbench.core.rows import StepRow
+from ftbench.report.data.collect import collect
 from ftbench.spec import ablation
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.store import rundir
 from ftbench.store.rundir import create_at, write_json
 from ftbench.store.steps import StepsWriter
-from ftbench.sweep.ablate import AblationPlan, AblationTables
+from ftbench.sweep.ablate import AblationPlan, AblationTables, _compared
 from ftbench.sweep.plan.base import Options
+from made_runs import make_run, steps
 from sweeps import ENVIRONMENT, Folder, sweep, write_sweep
 
 GPU = {"name": "a GPU", "memory_gb": 80.0, "memory_used_before_gb": 0.4, "foreign_processes": 0}
@@ -271,3 +273,12 @@ def test_real_ablation_on_the_cpu(tmp_path, cache):
     assert plain["runs_ok"] == 1
     orders = {run["dataset.order_hash"] for run in found["runs"]}
     assert len(orders) == 1
+
+
+@pytest.mark.parametrize(("card", "verdict"), [("GPU-aaaaaaaa", "higher"), ("GPU-bbbbbbbb", "not distinguishable")])
+def test_gain_on_another_card_includes_the_spread_between_sittings(tmp_path, card, verdict):
+    for number in (1, 2):
+        make_run(tmp_path, f"a{number}", steps(seed=number), machine={"gpu.uuid": "GPU-aaaaaaaa"})
+        rows = steps(seconds=0.985, seed=number + 2)
+        make_run(tmp_path, f"b{number}", rows, spec={"optimizations.compile": True}, machine={"gpu.uuid": card})
+    assert _compared(collect([tmp_path])).records[1]["speed_verdict"] == verdict

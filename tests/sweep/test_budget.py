@@ -83,6 +83,12 @@ def test_fixed_epochs_scale_with_a_smaller_batch():
     assert made.at_most_s(a_job(8, **epochs)) == pytest.approx(110.0)
 
 
+def test_more_epochs_take_longer():
+    epochs = {"max_steps": None}
+    made = history((a_job(4, **epochs), 100.0))
+    assert made.at_most_s(a_job(4, epochs=20, **epochs)) == pytest.approx(2200.0)
+
+
 def test_nearest_batch_of_the_family_is_used():
     made = history((a_job(1), 10.0), (a_job(16), 100.0), (a_job(4, method="qlora"), 5000.0))
     assert made.at_most_s(a_job(32)) == pytest.approx(220.0)

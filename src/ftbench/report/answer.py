@@ -17,13 +17,13 @@ from ftbench.report.data.groups import named
 from ftbench.report.document import ANSWER, Section, Table
 from ftbench.spec.experiment import DAMAGED, RECORDED
 from ftbench.store.rundir import NOT_FINITE
-from ftbench.store.summary import PROFILED, SHARED
+from ftbench.store.summary import PROFILED
 
 _NUMBERS = {1: "one", 2: "two", 3: "three"}
 _SMALLER = 0.95  # the recipe with the least memory is named if it needs less than this share of the winner's
 _MOST_NAMED, _MOST_GROUPS, _MOST_ROWS = 6, 6, 20
 _STATES = {"oom": "out of memory", NOT_FINITE: "not finite", "running": "unfinished", "interrupted": "unfinished"}
-_WARNINGS = {PROFILED: "profiled", SHARED: "contended", DAMAGED: "control", RECORDED: "control"}
+_WARNINGS = {PROFILED: "profiled", DAMAGED: "control", RECORDED: "control"}
 # Facts that comparable runs share, and words for runs that are left out because they differ in this fact.
 _SHARED = {
     "model": "of other models", "data": "of other data", "dataset.max_length": "of other sample lengths",
@@ -32,7 +32,7 @@ _SHARED = {
 }  # fmt: skip
 _PLACE = ("gpu", CARD, LIMIT, COMMIT)  # facts that do not change the work
 # Facts that are not listed as differences: names show them, or they only change the length of the training.
-_IN_NAMES = ("method.", "optimizations.", "applied.", "train.optimizer", "train.batch_size", "launch.framework",
+_IN_NAMES = ("optimizations.", "applied.", "train.batch_size", "launch.framework",
              "launch.settings", "train.gradient_accumulation_steps", "dataset.hash", "dataset.order_hash",
              "train.max_steps", "train.epochs", "dataset.samples")  # fmt: skip
 

@@ -43,7 +43,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("steps", f"{steps['total']}, {steps.get('warmup', 0)} of them warm-up" if steps.get("total") else ""),
         ("step time", _step_time(summary.step_time_s)),
         ("forward", ", ".join(f"{part} {units.seconds(spent)}" for part, spent in summary.forward_s.items())),
-        ("parts", ", ".join(f"{part} {units.seconds(spent)}" for part, spent in summary.parts_s.items())),
+        ("mean parts", ", ".join(f"{part} {units.seconds(spent)}" for part, spent in summary.parts_s.items())),
         ("first step", units.seconds(summary.first_step_s)),
         ("speed", _speed(summary, samples_per_hour)),
         ("ranks", _ranks(summary)),

@@ -128,7 +128,7 @@ def _number(value: object) -> float | None:
 
 def _fitting(values: Values, sign: str, wanted: str) -> list[bool]:
     """Return one bool per value: whether the value fits the condition. For `=` and `!=`, search for values that equal
-    `wanted`. If there are none, search for texts that contain `wanted`."""
+    `wanted`. If there are none, search for texts with a word that starts with `wanted`."""
     numbers = list(map(_number, values))
     if sign in _ORDERED:
         limit = _number(wanted)
@@ -138,6 +138,6 @@ def _fitting(values: Values, sign: str, wanted: str) -> list[bool]:
     texts = ["" if value is None else _plain(value) for value in values]
     fits = [text in parts or number in known for text, number in zip(texts, numbers, strict=True)]
     if not any(fits):
-        fits = [number is None and any(part and part in text for part in parts)
+        fits = [number is None and any(part and re.search(rf"\b{re.escape(part)}", text) for part in parts)
                 for text, number in zip(texts, numbers, strict=True)]  # fmt: skip
     return [fit != (sign == "!=") for fit in fits]

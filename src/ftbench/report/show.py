@@ -69,8 +69,7 @@ class Shown:
 
     def ending(self) -> str:
         """Return the last lines: the verdict, the rank among comparable runs, and the best suggestion."""
-        lines = [folded(f"verdict: {self.verdict}")]
-        return "\n".join([*lines, *([folded(f"rank:    {self.rank}")] if self.rank else []),
+        return "\n".join([folded(f"verdict: {self.verdict}"), *([folded(f"rank:    {self.rank}")] if self.rank else []),
                           *(each.text for each in self.suggestions[:1])])  # fmt: skip
 
     def document(self) -> dict[str, Any]:
@@ -148,8 +147,8 @@ def suggestions(run: RunDir, summary: Mapping[str, Any]) -> list[Suggestion]:
         changed = with_changes(spec, change)
         if not incompatibilities(changed) and not machine_incompatibilities(changed, capability):
             sets = settings(change.items())
-            options = [word for text in sets for word in ("--set", text)]
-            suggested.append(Suggestion(name, effect, sets, _command("run", run, *options)))
+            command = _command("run", run, *(word for text in sets for word in ("--set", text)))
+            suggested.append(Suggestion(name, effect, sets, command))
     return [*suggested, *_other_commands(run, summary)]
 
 
@@ -185,9 +184,10 @@ def _other_commands(run: RunDir, summary: Mapping[str, Any]) -> Iterator[Suggest
 
 def _less_memory(spec: Experiment) -> Iterator[tuple[str, str, Changes]]:
     launched = {"optimizations.cuda_graph": False} if spec.optimizations.cuda_graph else {}  # neither works in a graph
-    if spec.train.batch_size > 1:
-        halved = {_BATCH: spec.train.batch_size // 2, _ACCUMULATION: spec.train.gradient_accumulation_steps * 2}
-        yield "half the batch", "the same samples per step, in twice the passes", halved | launched
+    if (batch := spec.train.batch_size) > 1:
+        parts = next(count for count in range(2, batch + 1) if batch % count == 0)
+        smaller = {_BATCH: batch // parts, _ACCUMULATION: spec.train.gradient_accumulation_steps * parts}
+        yield f"batch {batch // parts}", f"the same samples per step, in {parts} times the passes", smaller | launched
     if not spec.optimizations.gradient_checkpointing:
         change = {"optimizations.gradient_checkpointing": True} | launched
         yield "gradient checkpointing", "recomputes activations in the backward pass", change

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ _TOKENIZER = (
     "merges.txt", "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.model",
     "vocab.json",
 )  # fmt: skip
+_DATA = (".json", ".jsonl", ".csv", ".parquet")
 _AS_TEXT = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _IGNORED = {  # keys that do not change the result
     "launch": {"python", "timeout_s", "no_step_s", "mock", "mock_fits"},
@@ -28,8 +30,7 @@ def _relevant(spec: Experiment) -> dict[str, Any]:
     """Return the keys of a spec that change the result, with their values.
 
     A path is replaced by the file's name and hash, because paths differ between machines. Defaults are left out:
-    otherwise each key that a new version adds would change the hash of old experiments.
-    """
+    otherwise each key that a new version adds would change the hash of old experiments."""
     values: dict[str, Any] = {
         name: getattr(spec, name).model_dump(mode="json", exclude=_IGNORED.get(name), exclude_defaults=True)
         for name in type(spec).model_fields
@@ -45,6 +46,9 @@ def _relevant(spec: Experiment) -> dict[str, Any]:
             values[part]["path"] = _content(Path(path))
     if spec.model.path and spec.model.weights == "pretrained":
         values["model"]["path"] += _model_files(Path(spec.model.path))
+    if spec.dataset.path:  # the data files of a folder
+        files = sorted(file for pattern in ("*", "data/*") for file in Path(spec.dataset.path).glob(pattern))
+        values["dataset"]["path"] += [part for file in files if file.suffix.lower() in _DATA for part in _content(file)]
     if rewards := values["objective"].get("reward"):
         parts = map(objectives.reward_parts, rewards)
         values["objective"]["reward"] = [[*_content(file), name] for file, name in parts]
@@ -56,19 +60,17 @@ def _relevant(spec: Experiment) -> dict[str, Any]:
 def _content(path: Path) -> list[str | int]:
     """Return [name, size in bytes, hash] of a file, or of a directory's config.json; [name] if it cannot be read."""
     file = path / "config.json" if path.is_dir() else path
-    try:
+    with suppress(OSError, ValueError):
         if file.is_file():
             status = file.stat()
             return [path.name, status.st_size, _hash(file, status.st_size, status.st_mtime_ns)]
-    except (OSError, ValueError):
-        pass
     return [path.name]
 
 
 def _model_files(path: Path) -> list[str | int]:
     """Return the size and hash of each tokenizer file and of the first weights file in a model directory."""
-    weights = sorted(path.glob("*.safetensors"))[:1] if path.is_dir() else []
-    return [part for file in (*map(path.joinpath, _TOKENIZER), *weights) for part in _content(file)[1:]]
+    files = (*map(path.joinpath, _TOKENIZER), *sorted(path.glob("*.safetensors"))[:1])
+    return [part for file in files for part in _content(file)[1:]]
 
 
 @lru_cache(maxsize=64)  # called for each cell of a sweep
@@ -98,9 +100,7 @@ def _digest(values: Any) -> str:
 def slug(spec: Experiment, gpu: str | None = None) -> str:
     """Return a name such as `qwen3-8b-qlora-b4-1f2e3d4c5b6a`: model, method, batch size, fingerprint.
 
-    The name also has an objective other than sft: `qwen3-8b-lora-dpo-b4-...`. With several GPUs, the name has the
-    strategy and the number of GPUs: `qwen3-8b-lora-fsdp-2gpus-b4-...`.
-    """
+    With an objective other than sft and with several GPUs: `qwen3-8b-lora-dpo-fsdp-2gpus-b4-...`."""
     several = f"-{spec.launch.strategy}-{spec.launch.ranks}gpus" if spec.launch.ranks > 1 else ""
     objective = "" if spec.objective.name == "sft" else f"-{spec.objective.name}"
     trained = f"{model_slug(spec.model.id)}-{spec.method.name}{objective}"

@@ -39,8 +39,7 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> tuple[Se
     `limit` is used.
 
     Raises:
-        SpecError: the two sides have no spec and GPU in common.
-    """
+        SpecError: the two sides have no spec and GPU in common."""
     now, then = _cells(new, "new"), _cells([record | {"number": None} for record in old], "earlier")
     earlier = grouped_by(then, lambda cell: identity(cell.runs[0]))
     both = [(cell, _nearest(cell, same)) for cell in now if (same := earlier.get(identity(cell.runs[0])))]
@@ -78,10 +77,11 @@ def _nearest(cell: Cell, candidates: Sequence[Cell]) -> Cell:
 def _regressed(pair: Pair, limit: float) -> list[str]:
     cell, before = pair.cell, pair.baseline
     assert before is not None
-    diverged = [state_of(run.record) for run in cell.runs if run.record["state"] == NOT_FINITE]
-    if not cell.ok and (before.ok or diverged):
+    failed = [state_of(run.record) for run in cell.runs
+              if run.record["state"] == NOT_FINITE or (not run.ok and len(before.ok) == len(before.runs))]  # fmt: skip
+    if not cell.ok and (before.ok or failed):
         return [f"succeeded before, now {cell.state}" if before.ok else cell.state]
-    reasons = diverged[:1]
+    reasons = failed[:1]
     if pair.speed and pair.speed.value < 1 - limit and (pair.speed.high is None or pair.speed.high < 1):
         unsure = "" if pair.speed.high is not None else ", the noise is unknown"
         reasons.append(f"slower: {change(pair.speed).removesuffix(' ?')}{unsure}")

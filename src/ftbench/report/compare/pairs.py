@@ -20,8 +20,8 @@ from ftbench.store.steps import read_columns
 class Noise:
     """Noise between repeated runs: the standard deviation of log(value) for each figure.
 
-    `comparisons` is the number of comparisons for the Bonferroni correction. If `sittings` is true, intervals include
-    the spread between sittings. A sitting is a group of runs on one card within 12 hours.
+    `comparisons` is the number of comparisons for the Bonferroni correction. If `sittings` is true, intervals of single
+    runs include the spread between sittings. A sitting is a group of runs on one card within 12 hours.
     """
 
     spread: Mapping[str, float] = field(default_factory=dict)
@@ -189,7 +189,7 @@ def steps_of(run: Run) -> Steps:
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
     """Return the ratio of a figure: `cell / baseline`. If each side has one run, the interval comes from the steps."""
     sides, spread = (baseline.values(name), cell.values(name)), noise.spread.get(name, core.TYPICAL_SPREAD)
-    sitting = sitting_spread([baseline, cell]) if noise.sittings else 0.0
+    sitting = sitting_spread([baseline, cell], single=not noise.sittings)
     ratio = core.ratio_of_runs(*sides, spread=spread, comparisons=noise.comparisons, sitting=sitting)
     if ratio is None or max(map(len, sides)) > 1:
         return ratio

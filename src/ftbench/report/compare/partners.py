@@ -20,8 +20,8 @@ from ftbench.report.data.axes import (
     value_at,
 )
 from ftbench.report.data.cells import Cell, Run
-from ftbench.report.data.facts import CARD, COMMIT
-from ftbench.report.data.groups import cells_of
+from ftbench.report.data.facts import CARD, COMMIT, LIMIT
+from ftbench.report.data.groups import DATA, cells_of
 from ftbench.spec.base import nearest
 
 # Facts that a cell and its baseline share, except for the compared key.
@@ -119,8 +119,8 @@ def partners(axis: str, baseline: Sequence[Cell]) -> Find:
 
 
 def _same_machine(cell: Cell, other: Cell) -> list[bool]:
-    """Return a sort key for baselines: prefer valid runs, then the same card, then the same commit."""
-    return [bool(other.valid), *(cell.facts.get(key) == other.facts.get(key) for key in (CARD, COMMIT))]
+    """Return a sort key for baselines: prefer valid runs, then the same tokens, power limit, card and commit."""
+    return [bool(other.valid), *(cell.facts.get(key) == other.facts.get(key) for key in (DATA, LIMIT, CARD, COMMIT))]
 
 
 def _index(axis: str, group: Sequence[Cell], hard: Sequence[str]) -> tuple[list[str], dict[Any, list[Cell]]]:

@@ -180,16 +180,16 @@ class Cell:
         return any(run.steady >= MINIMUM_STEADY for run in self.valid)
 
 
-def sitting_spread(sides: Sequence[Cell]) -> float:
+def sitting_spread(sides: Sequence[Cell], single: bool = False) -> float:
     """Return the standard deviation of log(ratio) between different sittings (runs on one card within 12 hours).
 
-    `sides` has the two compared cells. The result is 0 if both were repeated and all runs are from one sitting.
-    """
+    `sides` has the two compared cells. The result is 0 if all runs are from one sitting, and both sides were repeated
+    (or `single`)."""
     runs = [run for side in sides for run in side.valid]
     starts = [start for run in runs if (start := run.started_s) is not None]
     one_card = len({(run.ran.get(CARD), run.ran.get(COMMIT)) for run in runs}) == 1
     one_sitting = one_card and len(starts) == len(runs) and max(starts) - min(starts) <= _SITTING_S
-    if one_sitting and all(len(side.valid) > 1 for side in sides):
+    if one_sitting and (single or all(len(side.valid) > 1 for side in sides)):
         return 0.0
     return math.hypot(*(LAUNCH_BOUND_SPREAD if side.launch_bound else SITTING_SPREAD for side in sides))
 

@@ -13,7 +13,7 @@ from ftbench.errors import SpecError
 from ftbench.report.data.facts import flat
 from ftbench.spec.methods import METHODS
 from ftbench.store.rundir import RunDir, read_json, require_runs
-from ftbench.store.summary import as_dict, read_summary
+from ftbench.store.summary import SHARED, as_dict, read_summary
 
 Record = dict[str, Any]
 _NOT_BUNDLES = (".html", ".md", ".csv", ".json", ".yaml", ".txt", ".png", ".tex")  # files that users keep next to runs
@@ -59,17 +59,17 @@ def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
 
 
 def _sentences(record: Record) -> Record:
-    """Return the warnings and reasons of a record. Replace wordings of older versions by the current wording."""
-    sentences = {key: reworded(record[key]) for key in ("reason", "bound.why") if record.get(key)}
-    return {"warnings": list(map(reworded, record["warnings"])), **sentences}
+    """Return warnings and reasons in the current wording. A run with `measure.share_gpu` counts as contended."""
+    sentences: Record = {key: reworded(record[key]) for key in ("reason", "bound.why") if record.get(key)}
+    sentences["warnings"] = [*map(reworded, record["warnings"])]
+    return sentences | ({"contention.contended": True} if SHARED in sentences["warnings"] else {})
 
 
 def _on_one_basis(record: Record) -> Record:
     """Set samples per second to `real tokens per second / mean sample length in tokens`, and energy accordingly.
 
     A rate from counted samples is noisy, because a short window may contain mostly long or mostly short samples. This
-    rate is only kept if a figure is unknown or if the model generated the tokens (grpo).
-    """
+    rate is only kept if a figure is unknown or if the model generated the tokens (grpo)."""
     counted, tokens = record.get("samples_per_s"), record.get("tokens_per_s.real")
     known = counted and tokens and record.get(_PER_SAMPLE) is not None
     record["energy.joules_per_1m_real_tokens"] = record[_PER_SAMPLE] * counted / tokens * 1e3 if known else None

@@ -35,9 +35,10 @@ from ftbench.store.rundir import RunDir
 
 DATA = "dataset.hash"  # hash of the training tokens
 RUNS = "runs"
-_MERGED = ("tokens_per_s.real", "samples_per_hour", "samples_per_s", "step_time_s.median", "step_time_s.mean",
-           "memory_gb.allocated_peak", "memory_gb.reserved_peak", "memory_gb.device_peak", "mfu", "hfu", "first_step_s",
-           "time_to_steady_s", "loss.eval", "loss.last", "energy.joules_per_1k_samples", "model_tflops")  # fmt: skip
+_MERGED = ("tokens_per_s.real", "tokens_per_s.generated", "images_per_s.images", "samples_per_hour", "samples_per_s",
+           "step_time_s.median", "step_time_s.mean", "memory_gb.allocated_peak", "memory_gb.reserved_peak",
+           "memory_gb.device_peak", "mfu", "hfu", "first_step_s", "time_to_steady_s", "loss.eval", "loss.last",
+           "energy.joules_per_1k_samples", "energy.joules_per_1m_real_tokens", "model_tflops")  # fmt: skip
 _LIST_MARKS = str.maketrans("", "", '[]"')
 _MAX_LETTERS = 24  # longest text of a fact in a name
 
@@ -143,8 +144,7 @@ def merge_repeats(runs: Sequence[Run]) -> list[Run]:
     """Merge each group of repeated runs into its first run.
 
     Figures are geometric means over the successful runs that were not contended. If some runs have a cold compiler
-    cache, the first-step time uses only these runs. The field `runs` is the number of runs in the means.
-    """
+    cache, the first-step time uses only these runs. The field `runs` is the number of runs in the means."""
     return [replace(group[0], record=_merged([run.record for run in group])) for group in repeats(runs)]
 
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core import units
-from ftbench.report.data.axes import STRATEGY
-from ftbench.report.data.cells import SAMPLES, TOKENS, Cell, Run
+from ftbench.report.data.axes import FRAMEWORK, SETTINGS, STRATEGY
+from ftbench.report.data.cells import BATCH, SAMPLES, TOKENS, Cell, Run
 from ftbench.report.data.collect import Record, figure
+from ftbench.report.data.facts import COMMIT, LIMIT
 from ftbench.report.data.groups import recipe_name
 from ftbench.report.document import Section, formatted, names_of, section
 from ftbench.spec.experiment import Launch
@@ -80,11 +81,11 @@ def scaling(cells: Sequence[Cell]) -> Section | None:
 
 
 def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Group runs by recipe, and sort each group by the number of GPUs. Leave out recipes that used only one GPU."""
+    """Group runs of one GPU model, power limit and commit by recipe. Leave out recipes that used only one GPU."""
     recipes: dict[Any, list[Cell]] = {}
     for cell in cells:
-        key = tuple(sorted((key, text) for key, text in cell.runs[0].spec.items() if not key.startswith(_DIVISION)))
-        recipes.setdefault((cell.facts["gpu"], key), []).append(cell)
+        key = sorted((key, text) for key, text in cell.runs[0].spec.items() if not key.startswith(_DIVISION))
+        recipes.setdefault((*map(cell.facts.get, ("gpu", LIMIT, COMMIT, FRAMEWORK, SETTINGS)), *key), []).append(cell)
     several = (group for group in recipes.values() if any(cell.gpus > 1 for cell in group))
     return [sorted(group, key=lambda cell: (cell.gpus, cell.facts.get(STRATEGY, ""))) for group in several]
 
@@ -106,8 +107,7 @@ def _shares(cell: Cell) -> int:
 def _single(cell: Cell, group: Sequence[Cell], samples: int) -> Cell | None:
     """Return a one-GPU cell with `samples` samples per step, or None. Prefer a cell with the batch size of `cell`."""
     cells = [other for other in group if other.gpus == 1 and other.figure(TOKENS) and _samples(other) == samples]
-    batch = "train.batch_size"
-    return max(cells, key=lambda other: other.facts.get(batch) == cell.facts.get(batch), default=None)
+    return max(cells, key=lambda other: other.facts.get(BATCH) == cell.facts.get(BATCH), default=None)
 
 
 def _efficiency(cell: Cell, single: Cell | None) -> float | None:

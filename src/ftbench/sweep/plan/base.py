@@ -191,8 +191,7 @@ class WallTimes:
     ) -> float | None:
         """Return an upper bound of the seconds until all jobs are done. Return None before a run has finished.
 
-        `running` has a pair for each running job: the job, and the seconds since the start of the job.
-        """
+        `running` has a pair for each running job: the job, and the seconds since the start of the job."""
         bounds = [(self.at_most_s(job), spent) for job, spent in (*((job, 0.0) for job in pending), *running)]
         return sum(max(0.0, bound - spent) for bound, spent in bounds if bound) / slots if self._cells else None
 
@@ -204,7 +203,8 @@ def _batch(spec: Experiment) -> int:
 def _growth(known: Experiment, wanted: Experiment) -> float:
     ratio = _batch(wanted) / _batch(known)
     if not wanted.train.max_steps:
-        return max(1.0, 1 / ratio)
+        samples = (wanted.dataset.samples or 1) / (known.dataset.samples or wanted.dataset.samples or 1)
+        return max(1.0, samples * wanted.train.epochs / known.train.epochs / ratio)
     return max(1.0, ratio * wanted.train.max_steps / (known.train.max_steps or wanted.train.max_steps))
 
 
