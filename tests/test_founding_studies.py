@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ftbench.spec.experiment import resolve
 from ftbench.spec.load import load
 from ftbench.store.rundir import RunDir, read_json, write_json
-from made_runs import make_run, steps
+from made_runs import OOM, make_run, steps
 
 ROOT = Path(__file__).parents[1]
 STUDIES = {
@@ -84,3 +85,54 @@ def test_a_whole_run_counts_the_first_steps_as_they_were_and_the_rest_at_the_ste
     write_json(run.summary, summary)
     seconds = 21.0 + 19 * 1.0 + 9 + 2 * tokens / 8192
     assert TEXT["whole_run"](run) == pytest.approx(3600 * 1000 / seconds, rel=1e-3)
+
+
+def test_the_page_of_slow_host_compares_runs_of_one_sitting_and_names_cells_without_a_result(tmp_path, monkeypatch):
+    page = runpy.run_path(str(ROOT / "scripts/studies/slow-host"))
+    monkeypatch.setitem(page["tables"].__globals__, "ROOT", tmp_path)
+    for name, commit in {"launched": "a", "slow-launched": "b", "graphed": "a", "slow-graphed": "a"}.items():
+        state = OOM if name == "graphed" else None
+        run = make_run(tmp_path, name, machine={"ftbench.commit": commit * 40}, state=state)
+        shutil.copytree(run.path, tmp_path / f"results/h100/slow-host/fastest-{name}/{name}")
+    rows = [line for line in page["tables"]().splitlines() if line.startswith("| `fastest")]
+    assert [line.split(" | ")[6:] for line in rows[:3]] == [["", f"{each * 8}, GPU-ba1b8cf2 |"] for each in "aba"]
+    assert len(rows) == len(page["CELLS"])
+    assert "| `fastest-graphed` |  |  | 0 |" in "".join(rows)
+
+
+def test_a_stopped_run_of_a_later_sitting_does_not_replace_a_published_result(tmp_path):
+    good, stopped = make_run(tmp_path, "good"), make_run(tmp_path, "stopped", state={"state": "timeout"})
+    study.keep(good.path, tmp_path / "results/cell/r1")
+    study.keep(stopped.path, tmp_path / "results/cell/r1")
+    assert read_json(tmp_path / "results/cell/r1/state.json")["state"] == "ok"
+    assert read_json(tmp_path / "results/cell/r1/summary.json")["run_id"] == "good"
+
+
+def test_unsloths_best_setting_ran_to_its_end(tmp_path):
+    page, cell = runpy.run_path(str(ROOT / "scripts/studies/unsloth-best")), TEXT["CELLS"][0]
+    run = make_run(tmp_path, "oom", steps(9), state=OOM)
+    shutil.copytree(run.path, tmp_path / cell.name / "oom")
+    assert page["found"](study.Study(tmp_path, 0), cell) == {}
+
+
+def test_rounds_keep_their_number_and_ratios_pair_runs_of_a_round(tmp_path, monkeypatch):
+    page = STUDIES["two-gpus"]["rounds"]
+    speeds = {"round2-one": 10.0, "round2-ddp": 20.0, "round3-one": 40.0}
+    monkeypatch.setitem(page.__globals__, "speed", lambda _, name: speeds.get(name))
+    assert "| one |  | 10 | 40 |" in page("h100")
+    assert "- ddp / one: 2.000" in page("h100")
+
+
+def test_a_run_that_waited_too_long_for_the_gpu_is_stopped_at_the_end_of_the_call(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: called.extend(command) or SimpleNamespace(stderr=""))
+    study.Study(tmp_path, 1)._run(TEXT["CELLS"][0], 100, 60)
+    assert called[0] == "timeout"
+    assert 60 < int(called[2]) <= 70
+
+
+def test_a_refused_second_run_is_not_reported_as_the_first_one(tmp_path, monkeypatch):
+    cell, refused = TEXT["CELLS"][0], SimpleNamespace(stderr="ftbench: no space is left\n")
+    shutil.copytree(make_run(tmp_path, "a").path, tmp_path / cell.name / "a")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)
+    assert study.Study(tmp_path, 1)._run(cell, 100, 60) == "skipped: ftbench: no space is left"

@@ -14,7 +14,7 @@ from ftbench.report.build import Request, report
 from ftbench.spec.experiment import resolve
 from ftbench.spec.load import load
 from ftbench.store.rundir import read_json, write_json
-from made_runs import make_run, steps
+from made_runs import OOM, make_run, steps
 
 ROOT = Path(__file__).parents[1]
 RECORDS = runpy.run_path(str(ROOT / "scripts/studies/records"))
@@ -39,6 +39,7 @@ def test_every_row_is_a_valid_spec_and_ends_within_one_call():
         assert cell.train_s + cell.weights_s < 540
     names = {*RECORDS["PEERS"], *RECORDS["PEERS"].values(), *RECORDS["LABELS"], *RECORDS["BEST"]}
     assert names <= set(ROWS)
+    assert {*RECORDS["README"]} <= {cell.name for cell in RECORDS["HEADLINE"]}
 
 
 def test_rounds_alternate_and_a_contended_run_is_left_out_with_its_reason(tmp_path, card, monkeypatch):
@@ -76,6 +77,24 @@ def test_rounds_alternate_and_a_contended_run_is_left_out_with_its_reason(tmp_pa
     assert called[5:] == ["fastest"], "no second round before the first is complete"
 
 
+def test_the_rounds_of_a_large_model_end_before_the_weights_of_the_next_are_made(tmp_path, card, monkeypatch):
+    called: list[str] = []
+    monkeypatch.setattr(RECORDS["Sitting"], "_run", lambda _, cell, *__: called.append(cell.name))
+    sitting = RECORDS["Sitting"](tmp_path, 60, False)
+    sitting.jobs = 1
+    rows = ["fastest", "llama-fastest", "moe-fastest", "moe-experts", "oss-fastest"]
+    sitting.run([ROWS[name] for name in rows], 2)
+    assert called == [*rows[:2] * 2, *rows[2:4] * 2, *rows[4:] * 2]
+
+
+def test_a_row_that_ran_out_of_memory_is_not_repeated_in_the_next_round(tmp_path, card, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it was repeated"))
+    sitting = RECORDS["Sitting"](tmp_path / "s", 9, False)
+    run = make_run(tmp_path, "oom", steps(), state=OOM)
+    shutil.copytree(run.path, sitting.out / "moe-fastest" / run.run_id)
+    sitting.run([ROWS["moe-fastest"]], 3)
+
+
 def test_a_sitting_goes_on_with_the_same_card_and_commit_only(tmp_path, card, monkeypatch):
     folder_of, results = RECORDS["folder_of"], tmp_path / "results"
     first = folder_of(tmp_path / "out", results)
@@ -111,3 +130,37 @@ def test_the_table_names_both_sides_and_says_likely_below_three_rounds(tmp_path,
     text = " ".join(report(Request((sitting.out,))).text.split())
     assert "two to three rounds, one card, one commit." in text
     assert len(re.findall(r"at batch 4", text.partition("# recipe")[2].partition("Median")[0])) == 3, "a row per recipe"
+    run = make_run(tmp_path, "oom", steps(), state=OOM)
+    shutil.copytree(run.path, sitting.out / "full-65k" / run.run_id)
+    assert "smallest (no valid run), full-65k (out of memory)." in RECORDS["published"](sitting.out)
+
+
+def test_a_run_that_is_left_out_later_leaves_the_published_folder_too(tmp_path, card, monkeypatch, capsys):
+    main = RECORDS["main"]
+    monkeypatch.setitem(main.__globals__, "ROOT", tmp_path)
+    monkeypatch.setattr(RECORDS["Sitting"], "run", lambda *_: 0)
+    monkeypatch.setattr("sys.argv", ["records", str(tmp_path / "out"), "--only", "fastest"])
+    main()
+    (sitting,) = (tmp_path / "out").iterdir()
+    shutil.copytree(make_run(tmp_path, "a").path, sitting / "fastest/a")
+    main()
+    (sitting / ".left-out/fastest").mkdir(parents=True)
+    (sitting / "fastest/a").rename(sitting / ".left-out/fastest/a.1")
+    main()
+    published = tmp_path / "results/h200/records" / sitting.name
+    assert (published / ".left-out/fastest/a.1/steps.csv").is_file()
+    assert not (published / "fastest").exists()
+
+
+def test_a_sitting_that_was_cut_after_a_round_does_not_replace_a_complete_one(tmp_path, card):
+    for number, (name, rounds) in enumerate({"complete": 3, "cut": 1}.items()):
+        sitting = RECORDS["Sitting"](tmp_path / name, 9, False)
+        sitting.known["checks"][0]["at"] = f"2026-01-0{number + 1}T00:00:00Z"
+        write_json(sitting.out / "sitting.json", sitting.known)
+        for row in RECORDS["README"]:
+            for each in range(rounds):
+                (sitting.out / row / str(each)).mkdir(parents=True)
+                write_json(sitting.out / row / str(each) / "state.json", {"state": "ok"})
+    assert RECORDS["latest"](tmp_path) == tmp_path / "complete"
+    shutil.rmtree(tmp_path / "complete")
+    assert RECORDS["latest"](tmp_path) == tmp_path / "cut"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby, product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,11 +21,11 @@ from ftbench.store.rundir import read_json  # noqa: E402
 
 MEMORY = Path("/dev/shm/ftbench-study")  # the disk cannot hold all weights (up to 65 GB per model)
 KEPT = ("spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json", "state.json",
-        "agreement.json", "parity.json", "summary.md", "plain.json", "kernels.json")  # fmt: skip
+        "agreement.json", "parity.json", "summary.md", "plain.json", "kernels.json", "sitting.json")  # fmt: skip
 BEGIN, END = "<!-- written by the study -->\n", "<!-- end -->\n"
 START_S = 40  # seconds for imports, loading and exit
 IMPORT_S = 15  # seconds of START_S that imports take
-TINY_STEPS, TINY_S = 4, 20
+TINY_STEPS, TINY_S, LARGE_GB = 4, 20, 40  # memory holds the weights of one model that is larger
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,10 @@ class Study:
         return self.end - max(time.monotonic(), self.free_at)
 
     def run(self, cells: list[Cell], rounds: int = 1) -> int:
-        """Run the missing cells. Each cell runs once before any cell runs twice. Return the number of incomplete
-        cells."""
-        wanted = [(number, cell) for number in range(1, rounds + 1) for cell in cells]
-        with ThreadPoolExecutor(self.jobs) as pool:
-            list(pool.map(lambda each: self._missing(*each), wanted))
+        """Run the missing cells in rounds. Large models follow one another. Return the number of incomplete cells."""
+        for _, group in groupby(cells, lambda cell: cell.weights_gb > LARGE_GB and cell.model):
+            with ThreadPoolExecutor(self.jobs) as pool:
+                list(pool.map(lambda each: self._missing(*each), product(range(1, rounds + 1), group)))
         return sum(len(cell.runs(self.out)) < rounds for cell in cells)
 
     def _missing(self, number: int, cell: Cell) -> None:
@@ -106,16 +106,16 @@ class Study:
         limit = min(left, 120 + 2 * needed)
         sets = [*cell.sets, f"name={cell.name}", f"launch.timeout_s={limit:.0f}"]
         sets += self.smaller(cell) if self.tiny else []
-        begin = time.monotonic()
-        command = [sys.executable, "-m", "ftbench", cell.command, f"configs/{cell.config}.yaml", "--yes"]
-        command += [f"--out={self.out}", *(f"--set={text}" for text in sets)]
+        begin, before = time.monotonic(), {*self.out.glob(f"{cell.name}/*/state.json")}
+        command = ["timeout", "--foreground", f"{max(1.0, self.end + 10 - begin):.0f}", sys.executable, "-m", "ftbench"]
+        command += [cell.command, f"configs/{cell.config}.yaml", "--yes", f"--out={self.out}"]
+        command += [f"--set={text}" for text in sets]
         env = self.env | ({"CUDA_VISIBLE_DEVICES": cell.gpu} if cell.gpu else {})
         ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-        took = f"{time.monotonic() - begin:.0f} s"
-        states = sorted(self.out.glob(f"{cell.name}/*/state.json"), key=lambda path: path.stat().st_mtime)
-        if states:
-            state = read_json(states[-1])
-            return f"{state['state']}, {took}" + (f": {state['reason']}" if state.get("reason") else "")
+        for path in sorted({*self.out.glob(f"{cell.name}/*/state.json")} - before, key=os.path.getmtime, reverse=True):
+            state = read_json(path)
+            took = f"{state['state']}, {time.monotonic() - begin:.0f} s"
+            return took + (f": {state['reason']}" if state.get("reason") else "")
         lines = ended.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if line.startswith("ftbench: ") and not line.startswith("ftbench: note: ")]
         return f"skipped: {(errors or lines)[0 if errors else -1]}"
@@ -154,6 +154,9 @@ def keep(source: Path, target: Path, own: str = "") -> None:
     for path in sorted(source.rglob("*")):
         if path.name in KEPT and ".superseded" not in path.parts and not path.parent.name.startswith("rank"):
             kept = target / path.relative_to(source)
+            state, published = (read_json(each.parent / "state.json").get("state") for each in (path, kept))
+            if published == "ok" and state not in ("ok", "oom"):
+                continue  # a run that was stopped replaces no result
             kept.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text("utf-8").replace(own or f"{source}/", "").replace(f"{ROOT}/", "")
             kept.write_text(text, "utf-8")
