@@ -19,6 +19,8 @@ from ftbench.cli import app
 from ftbench.cluster import load_settings
 from ftbench.core.hardware import find_gpu
 from ftbench.estimate.recommend.ranking import Goal, recommend
+from ftbench.estimate.time.duration import SHEET_SPREAD
+from ftbench.facts import read_facts
 from ftbench.report.build import Request, report
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, spec_keys
@@ -187,6 +189,18 @@ def test_guide_states_the_tokens_per_step_that_fp8_needs():
         })  # fmt: skip
         best = recommend(Goal(spec, (find_gpu("H200 SXM"),), 500, methods=("lora",), effective_batch=rows)).options[0]
         assert (best.spec.optimizations.fp8 != "off") is eight
+
+
+def test_the_page_on_estimates_states_the_ranges_of_the_time():
+    """The factors of `formula` are in facts/durations.yaml, and those of `data sheet` are larger by SHEET_SPREAD."""
+    text = " ".join((ROOT / "docs/explanation/estimates.md").read_text("utf-8").split())
+    for limit, sentence in (
+        ("GPU", "`data sheet` are 5 %, {} % and {} %"),
+        ("host", "three ranges are 5 %, {} % and {} %"),
+    ):
+        spread = read_facts("durations.yaml")["spread"][limit]
+        percent = [round(100 * factor - 100) for factor in (spread, spread * SHEET_SPREAD)]
+        assert sentence.format(*percent) in text
 
 
 def test_pictures_are_small():

@@ -12,7 +12,7 @@ from ftbench.estimate.recommend.spec_file import spec_file, spec_values, way_wor
 from ftbench.estimate.text import LAUNCH_BOUND, LIMITS
 from ftbench.spec.experiment import Experiment
 
-FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a bf16 run first"
+FP8 = "fp8 multiplies in 8 bits: check with `ftbench parity` that the recipe learns the same"
 
 
 def as_text(answer: Recommendation, command: str = "", every: bool = False) -> str:
