@@ -181,6 +181,8 @@ def main(
     if asked.page or asked.check:
         return write_page(ROOT / f"docs/evidence/{page or name}.md", tables(), asked.check)
     chosen = [cell for cell in cells if any(text in cell.name for text in asked.only.split(","))]
+    if not chosen:
+        parser.error(f"--only {asked.only}: no cell has this text in its name; --list prints the names")
     if asked.list or asked.out is None:
         print(*(f"{cell.train_s:4.0f} s + {cell.weights_s:3.0f} s for weights of {cell.weights_gb} GB  {cell.name}"
                 for cell in chosen), sep="\n")  # fmt: skip
