@@ -112,8 +112,8 @@ class Study:
         command += [f"--set={text}" for text in sets]
         env = self.env | ({"CUDA_VISIBLE_DEVICES": cell.gpu} if cell.gpu else {})
         ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-        for path in sorted({*self.out.glob(f"{cell.name}/*/state.json")} - before, key=os.path.getmtime, reverse=True):
-            state = read_json(path)
+        if made := {*self.out.glob(f"{cell.name}/*/state.json")} - before:
+            state = read_json(max(made, key=os.path.getmtime))
             took = f"{state['state']}, {time.monotonic() - begin:.0f} s"
             return took + (f": {state['reason']}" if state.get("reason") else "")
         lines = ended.stderr.strip().splitlines() or ["no message"]

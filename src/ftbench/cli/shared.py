@@ -87,7 +87,7 @@ def _set_width(wide: bool) -> bool:
 
 
 def gpu_count(text: str) -> int:
-    """Return the value of `--gpus` as an integer. Raise SpecError if the value is not a number."""
+    """Return the value of `--gpus` as an integer. Raise SpecError if it is not at least 1."""
     if not text.isdecimal() or not int(text):
         raise SpecError(f"--gpus {text}: must be a number of GPUs, for example --gpus 2; --gpu names the card")
     return int(text)

@@ -65,7 +65,7 @@ def read_file(path: Path, most: int | None = None) -> FileRows:
         DataError: A file or a row cannot be read. The message names the file and the row.
     """
     try:
-        files = _files_of(path) if path.is_dir() else [path]
+        files = files_of(path) if path.is_dir() else [path]
         rows = FileRows(files[0].parent, _rows(files), most)
     except OSError as error:
         raise DataError(f"{path}: {file_problem(error)}") from None
@@ -84,11 +84,10 @@ def _rows(files: Sequence[Path]) -> Iterator[tuple[Path, int, dict[str, Any]]]:
         yield from ((file, number, row) for number, row in reader(file))
 
 
-def _files_of(folder: Path) -> list[Path]:
-    """Return the data file in a folder. If the folder has none, search its subfolder `data` (layout of the Hub).
+def files_of(folder: Path) -> list[Path]:
+    """Return the data file in a folder, or else in its subfolder `data` (layout of the Hub).
 
-    If there are several data files, return the files of the `train` split.
-    """
+    If there are several data files, return the files of the `train` split. Raise DataError if this is not clear."""
     for parent in (folder, folder / "data"):
         files = sorted(parent.iterdir()) if parent.is_dir() else []
         files = [each for each in files if each.suffix.lower() in _READERS]

@@ -186,8 +186,8 @@ def _less_memory(spec: Experiment) -> Iterator[tuple[str, str, Changes]]:
     launched = {"optimizations.cuda_graph": False} if spec.optimizations.cuda_graph else {}  # neither works in a graph
     if (batch := spec.train.batch_size) > 1:
         parts = next(count for count in range(2, batch + 1) if batch % count == 0)
-        smaller = {_BATCH: batch // parts, _ACCUMULATION: spec.train.gradient_accumulation_steps * parts}
-        yield f"batch {batch // parts}", f"the same samples per step, in {parts} times the passes", smaller | launched
+        smaller = {_BATCH: batch // parts, _ACCUMULATION: spec.train.gradient_accumulation_steps * parts} | launched
+        yield f"batch {batch // parts}", f"the same samples per step, in {parts} times as many passes", smaller
     if not spec.optimizations.gradient_checkpointing:
         change = {"optimizations.gradient_checkpointing": True} | launched
         yield "gradient checkpointing", "recomputes activations in the backward pass", change

@@ -8,6 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ftbench.core.data_files import files_of
+from ftbench.errors import DataError
 from ftbench.spec import objectives
 from ftbench.spec.experiment import Experiment
 
@@ -18,7 +20,6 @@ _TOKENIZER = (
     "merges.txt", "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.model",
     "vocab.json",
 )  # fmt: skip
-_DATA = (".json", ".jsonl", ".csv", ".parquet")
 _AS_TEXT = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _IGNORED = {  # keys that do not change the result
     "launch": {"python", "timeout_s", "no_step_s", "mock", "mock_fits"},
@@ -46,9 +47,9 @@ def _relevant(spec: Experiment) -> dict[str, Any]:
             values[part]["path"] = _content(Path(path))
     if spec.model.path and spec.model.weights == "pretrained":
         values["model"]["path"] += _model_files(Path(spec.model.path))
-    if spec.dataset.path:  # the data files of a folder
-        files = sorted(file for pattern in ("*", "data/*") for file in Path(spec.dataset.path).glob(pattern))
-        values["dataset"]["path"] += [part for file in files if file.suffix.lower() in _DATA for part in _content(file)]
+    if spec.dataset.path:
+        with suppress(DataError, OSError, ValueError):  # not a folder with data files
+            values["dataset"]["path"] += [part for file in files_of(Path(spec.dataset.path)) for part in _content(file)]
     if rewards := values["objective"].get("reward"):
         parts = map(objectives.reward_parts, rewards)
         values["objective"]["reward"] = [[*_content(file), name] for file, name in parts]

@@ -183,8 +183,8 @@ class Cell:
 def sitting_spread(sides: Sequence[Cell], single: bool = False) -> float:
     """Return the standard deviation of log(ratio) between different sittings (runs on one card within 12 hours).
 
-    `sides` has the two compared cells. The result is 0 if all runs are from one sitting, and both sides were repeated
-    (or `single`)."""
+    `sides` has the two compared cells. The result is 0 if all runs are from one sitting, and both sides were repeated.
+    With `single`, the sides need not be repeated."""
     runs = [run for side in sides for run in side.valid]
     starts = [start for run in runs if (start := run.started_s) is not None]
     one_card = len({(run.ran.get(CARD), run.ran.get(COMMIT)) for run in runs}) == 1
