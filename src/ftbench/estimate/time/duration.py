@@ -3,6 +3,7 @@
 With earlier runs of the same step, the estimate uses their time. Otherwise, formulas and the GPU's highest rates give
 the time."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,6 +89,11 @@ class DurationEstimate:
         """Return the wall time in seconds for this number of samples, including the start of the run."""
         steps, step = samples / self.samples, self.step_s
         return Band(*(self.start_s + steps * each for each in (step.low, step.expected, step.high)))
+
+    def training_s(self, samples: float) -> Band:
+        """Return the time of the training loop for this number of samples in seconds, without imports and loading."""
+        steps, step = math.ceil(samples / self.samples), self.step_s
+        return Band(*(self.first_s + steps * each for each in (step.low, step.expected, step.high)))
 
     def samples_in(self, seconds: float) -> Band:
         """Return the number of samples that a run trains in this time. The time includes the start of the run."""
