@@ -68,7 +68,8 @@ def test_sentences_of_older_runs_are_reworded():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(8_190_735_360, "8.19 B"), (21_823_488, "21.8 M"), (1_500, "1.5 k"), (999, "999")]
+    ("value", "text"),
+    [(8_190_735_360, "8.19 B"), (21_823_488, "21.8 M"), (999_600_000, "1 B"), (1_500, "1.5 k"), (999, "999")],
 )
 def test_parameters_are_counted_in_thousands_millions_and_billions(value, text):
     assert units.parameters(value) == text

@@ -130,7 +130,7 @@ def parameters(value: int | None) -> str:
     if value is None:
         return ""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if value >= size:
+        if value >= 0.9995 * size:
             return f"{value / size:.3g} {letter}"
     return str(value)
 

@@ -88,7 +88,7 @@ class Levels(TrainerCallback):
         if step == self._steps:
             self._keep("steps", self._change())
             self._kept["losses"].append(self._losses())
-        if state.global_step == self._period * len(POINTS):
+        if state.global_step == self._period * len(POINTS) and state.is_world_process_zero:
             names = np.array(list(self._parameters))
             settings = np.array(json.dumps(self._settings))
             samples = np.array(list(self._samples()), dtype=np.int64)
