@@ -100,12 +100,38 @@ def test_the_page_of_slow_host_compares_runs_of_one_sitting_and_names_cells_with
     assert "| `fastest-graphed` |  |  | 0 |" in "".join(rows)
 
 
+@pytest.mark.parametrize("name", ["founding-text", "founding-images"])
+def test_the_page_names_the_commits_and_cards_of_its_runs(tmp_path, monkeypatch, name):
+    page = STUDIES[name]
+    monkeypatch.setitem(page["tables"].__globals__, "ROOT", tmp_path)
+    for cell, commit in zip(page["CELLS"][:2], "ab", strict=True):
+        run = make_run(tmp_path, cell.name, machine={"ftbench.commit": commit * 40})
+        shutil.copytree(run.path, tmp_path / f"results/h100/{name}/{cell.name}/r1")
+    assert "aaaaaaaa, GPU-ba1b8cf2; bbbbbbbb, GPU-ba1b8cf2" in page["tables"]()
+
+
 def test_a_stopped_run_of_a_later_sitting_does_not_replace_a_published_result(tmp_path):
     good, stopped = make_run(tmp_path, "good"), make_run(tmp_path, "stopped", state={"state": "timeout"})
     study.keep(good.path, tmp_path / "results/cell/r1")
     study.keep(stopped.path, tmp_path / "results/cell/r1")
     assert read_json(tmp_path / "results/cell/r1/state.json")["state"] == "ok"
     assert read_json(tmp_path / "results/cell/r1/summary.json")["run_id"] == "good"
+
+
+def test_a_new_verdict_replaces_the_runs_of_the_published_one(tmp_path, monkeypatch):
+    judge = runpy.run_path(str(ROOT / "scripts/studies/parity"))["judge"]
+    monkeypatch.setitem(judge.__globals__, "ftbench", lambda *_, **__: 1)
+    options = SimpleNamespace(out=tmp_path / "out", results=tmp_path / "results", large=False, seeds=3)
+    published, made = options.results / "judged/fastest", options.out / "judged/fastest/parity"
+    (published / "with-other-settings").mkdir(parents=True)
+    (made / "new").mkdir(parents=True)
+    write_json(published / "with-other-settings/agreement.json", {})
+    judge("fastest", options, 0.0)
+    assert [path.name for path in published.iterdir()] == ["with-other-settings"], "nothing ran"
+    for name in ("parity.json", "new/agreement.json"):
+        write_json(made / name, {})
+    judge("fastest", options, 0.0)
+    assert {path.name for path in published.iterdir()} == {"parity.json", "new"}
 
 
 def test_unsloths_best_setting_ran_to_its_end(tmp_path):
@@ -136,3 +162,13 @@ def test_a_refused_second_run_is_not_reported_as_the_first_one(tmp_path, monkeyp
     shutil.copytree(make_run(tmp_path, "a").path, tmp_path / cell.name / "a")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)
     assert study.Study(tmp_path, 1)._run(cell, 100, 60) == "skipped: ftbench: no space is left"
+
+
+def test_verdicts_of_a_card_are_published_in_its_folder(tmp_path, monkeypatch):
+    main, used = runpy.run_path(str(ROOT / "scripts/studies/parity"))["main"], []
+    monkeypatch.setattr(study.machine, "gpu", lambda: {"name": "NVIDIA H200"})
+    monkeypatch.setitem(main.__globals__, "learned", lambda *_: 0)
+    monkeypatch.setitem(main.__globals__, "judge", lambda _, options, end: used.append(options.results) or 0)
+    monkeypatch.setattr("sys.argv", ["parity", str(tmp_path), "--groups", "fastest"])
+    assert main() == 0
+    assert used == [ROOT / "results/h200/parity"]

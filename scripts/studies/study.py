@@ -17,14 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
 from ftbench.store import machine  # noqa: E402
-from ftbench.store.rundir import read_json  # noqa: E402
+from ftbench.store.rundir import first_gpu, read_json  # noqa: E402
 
 MEMORY = Path("/dev/shm/ftbench-study")  # the disk cannot hold all weights (up to 65 GB per model)
 KEPT = ("spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json", "state.json",
         "agreement.json", "parity.json", "summary.md", "plain.json", "kernels.json", "sitting.json")  # fmt: skip
 BEGIN, END = "<!-- written by the study -->\n", "<!-- end -->\n"
-START_S = 40  # seconds for imports, loading and exit
-IMPORT_S = 15  # seconds of START_S that imports take
+START_S, IMPORT_S = 40, 15  # seconds for imports, loading and exit, and those for imports
 TINY_STEPS, TINY_S, LARGE_GB = 4, 20, 40  # memory holds the weights of one model that is larger
 
 
@@ -103,13 +102,11 @@ class Study:
         return TINY_S if self.tiny else cell.train_s + (0 if self.weights(cell.model) else cell.weights_s)
 
     def _run(self, cell: Cell, needed: float, left: float) -> str:
-        limit = min(left, 120 + 2 * needed)
-        sets = [*cell.sets, f"name={cell.name}", f"launch.timeout_s={limit:.0f}"]
-        sets += self.smaller(cell) if self.tiny else []
+        sets = [*cell.sets, f"name={cell.name}", f"launch.timeout_s={min(left, 120 + 2 * needed):.0f}"]
         begin, before = time.monotonic(), {*self.out.glob(f"{cell.name}/*/state.json")}
         command = ["timeout", "--foreground", f"{max(1.0, self.end + 10 - begin):.0f}", sys.executable, "-m", "ftbench"]
         command += [cell.command, f"configs/{cell.config}.yaml", "--yes", f"--out={self.out}"]
-        command += [f"--set={text}" for text in sets]
+        command += [f"--set={text}" for text in (*sets, *(self.smaller(cell) if self.tiny else ()))]
         env = self.env | ({"CUDA_VISIBLE_DEVICES": cell.gpu} if cell.gpu else {})
         ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         if made := {*self.out.glob(f"{cell.name}/*/state.json")} - before:
@@ -137,10 +134,9 @@ class Study:
     def _make_room(self, cell: Cell) -> None:
         """Delete the weights of other models if the disk has no room for those of the cell."""
         folder = self._folder()
-        own = self.weights(cell.model)
         for path in folder.glob("*") if folder.is_dir() and not self.tiny else ():
-            if path not in own and path.is_dir() and shutil.disk_usage(folder).free < 1.05e9 * cell.weights_gb:
-                shutil.rmtree(path, ignore_errors=True)
+            if shutil.disk_usage(folder).free < 1.05e9 * cell.weights_gb and path not in self.weights(cell.model):
+                shutil.rmtree(path, ignore_errors=True)  # does nothing for a file
 
 
 def card() -> str:
@@ -158,8 +154,13 @@ def keep(source: Path, target: Path, own: str = "") -> None:
             if published == "ok" and state not in ("ok", "oom"):
                 continue  # a run that was stopped replaces no result
             kept.parent.mkdir(parents=True, exist_ok=True)
-            text = path.read_text("utf-8").replace(own or f"{source}/", "").replace(f"{ROOT}/", "")
-            kept.write_text(text, "utf-8")
+            kept.write_text(path.read_text("utf-8").replace(own or f"{source}/", "").replace(f"{ROOT}/", ""), "utf-8")
+
+
+def place(run: Path) -> str:
+    """Return the commit and the card of a run."""
+    known = read_json(run / "machine.json")
+    return f"{machine.short(known['ftbench']['commit'])[:8]}, {first_gpu(known)['uuid'][:12]}"
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -187,8 +188,7 @@ def main(
         print(*(f"{cell.train_s:4.0f} s + {cell.weights_s:3.0f} s for weights of {cell.weights_gb} GB  {cell.name}"
                 for cell in chosen), sep="\n")  # fmt: skip
         return 0
-    study = kind(asked.out, asked.minutes, asked.tiny)
-    missing = study.run(chosen)
+    missing = (study := kind(asked.out, asked.minutes, asked.tiny)).run(chosen)
     if not asked.tiny:
         keep(study.out, ROOT / "results" / card() / name)
     print(f"{len(chosen) - missing} of {len(chosen)} cells have a result; repeat the command for the others")

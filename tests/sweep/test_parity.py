@@ -291,6 +291,14 @@ def test_plan_resumes_and_shares_the_runs_of_the_reference(tmp_path):
     assert json.loads((tmp_path / "parity.json").read_text())["passed"] is False
 
 
+def test_runs_that_record_gradients_of_many_samples_fit_into_the_time_of_a_short_training(tmp_path):
+    """In a time budget of 60 s, after a training of 40 s: most of this time was the start."""
+    short = {**BF16_CHUNKED, "train": {"batch_size": 8, "max_steps": 10, "precision": "bf16"}}
+    plan = plan_of(tmp_path, tiny("chunked", **short, base={"train": short["train"]}))
+    plan.record(plan.next(lambda _: True), Standing("ok", wall_s=40.0))
+    assert plan.next(lambda each: plan.wall_times.at_most_s(each) < 60).values["run"] == "gradients"
+
+
 def test_packed_rows_train_as_many_samples_as_padded_ones(tmp_path):
     packed = tiny("packed", optimizations={"packing": True})
     plan = plan_of(tmp_path, packed)

@@ -81,9 +81,9 @@ class ParityPlan(Grid):
         super().__init__(jobs, {}, options)
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
-        """Return a job to start now, or None. A job that reads saved weights starts after the run that saves them."""
-        ended = {job.run.run_id for job, standing in self.standings.items() if standing.done}
-        return super().next(lambda job: has_time(job) and job.spec.measure.weights_of in (*ended, ""))
+        """Return a job to start now, or None. A job that reads saved weights follows their run and takes as long."""
+        ran = {"": None} | {each.run.run_id: each for each, standing in self.standings.items() if standing.done}
+        return super().next(lambda job: (of := job.spec.measure.weights_of) in ran and has_time(ran[of] or job))
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
