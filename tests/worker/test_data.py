@@ -188,6 +188,17 @@ def test_template_with_a_date_gives_the_same_tokens_every_day(tokenizer, data_fi
     assert "<turn>system\nToday is " in tokenizer.decode(found[0].train[0][0].ids)
 
 
+@pytest.mark.parametrize("key", ["tool_calls", "reasoning_content", "thinking", "tools"])
+def test_text_that_only_a_chat_template_writes_is_an_error(key):
+    """trl passes these to the chat template. Without an error, they would be missing in the tokens."""
+    user, answer = {"role": "user", "content": "Rome?"}, {"role": "assistant", "content": "I look."}
+    whole = example({"messages": [user, answer | {"tool_calls": None}], "tools": []}, "messages")
+    assert whole == example({"messages": [user, answer]}, "messages")
+    row = {"tools": [{"name": "f"}]} if key == "tools" else {}
+    with pytest.raises(BadRow, match=f"`{key}`.* not supported"):
+        example(row | {"messages": [user, answer | {key: [{"name": "f"}]}]}, "messages")
+
+
 def test_sharegpt_turns_give_the_same_dialogue(tokenizer):
     chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
     shared = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
@@ -203,6 +214,15 @@ def test_plain_text_ends_with_eos_and_has_loss_on_all_tokens(tokenizer):
     tokens = tokenise(tokenizer, example({"text": "once"}, "text"), 128, "completion")
     assert tokens.ids[-1] == tokenizer.eos_token_id
     assert tokens.labels == tokens.ids
+
+
+def test_text_that_ends_with_eos_gets_no_second_one(tokenizer, monkeypatch):
+    """As in trl's SFTTrainer."""
+    tokens = tokenise(tokenizer, example({"text": "once<eos>"}, "text"), 128, "completion")
+    assert tokenizer.decode(tokens.ids) == "once<eos>"
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    tokens = tokenise(tokenizer, example(PAIR | {"output": "Blue.<eos>"}, "alpaca"), 128, "completion")
+    assert tokens.ids.count(tokenizer.eos_token_id) == 1
 
 
 def test_wikipedia_title_uses_the_text_after_the_first_sentence():
@@ -350,6 +370,13 @@ def test_random_structure_keeps_tokens_and_fingerprint():
     assert tokens == np.random.default_rng(42).integers(0, 1000, size=12).tolist()
     named, unnamed = (spec_of(dataset={"samples": 3, **more}) for more in ({"structure": "random"}, {}))
     assert fingerprint(named) == fingerprint(unnamed)
+
+
+def test_data_set_of_unusable_rows_says_why(tokenizer, monkeypatch, data_file):
+    rows = open_rows(data_file([PAIR | {"output": ""}] * 3))
+    monkeypatch.setattr(preparing, "open_rows", lambda _: rows)
+    with pytest.raises(DataError, match=r"line \d: `output` is empty"):
+        prepare(Dataset(name="owner/set"), tokenizer, 8192, 2)
 
 
 # --- the hub ---------------------------------------------------------------------------------------------------------

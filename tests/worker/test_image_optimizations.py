@@ -24,6 +24,7 @@ from ftbench.worker.data.collate import Collator
 from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers, vision_layers
 from ftbench.worker.optimizations import compile as compile_layers
+from ftbench.worker.optimizations import liger
 from ftbench.worker.train import prepared
 
 LLAVA, QWEN25, QWEN3 = "tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl"
@@ -167,12 +168,16 @@ def test_positions_of_samples_end_to_end_are_those_that_the_model_gives_each_alo
         assert first.tolist() == [[*range(len(sample.ids))]]
 
 
+@pytest.mark.parametrize("on_liger", [False, True], ids=["trl", "liger"])
 @pytest.mark.parametrize("model", [QWEN25, QWEN3])
-def test_text_alone_that_shares_a_row_is_kept_apart_too(train_here, model):
+def test_text_alone_that_shares_a_row_is_kept_apart_too(train_here, model, monkeypatch, on_liger):
+    """With Liger's loss, transformers computes the loss: unlike trl, it does not turn off the cache."""
+    monkeypatch.setattr(liger, "apply", lambda *_: None)  # its kernels need a GPU
+    monkeypatch.setattr(liger, "verify", lambda *_: [])
     data = {"name": "synthetic", "samples": 8, "mean_length": None, "length": 16, "max_length": 64}
     plain = rows_of(train_here, model, data, train=TRAIN | {"batch_size": 4, "max_steps": 2}, method={})
     packed = rows_of(train_here, model, data, train=TRAIN | {"batch_size": 1, "max_steps": 2}, method={},
-                     optimizations={"packing": True})  # fmt: skip
+                     optimizations={"packing": True, "liger": on_liger})  # fmt: skip
     for one, two in zip(figures(plain), figures(packed), strict=True):
         assert two == pytest.approx(one, rel=2e-4)
 

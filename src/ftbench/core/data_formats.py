@@ -29,6 +29,7 @@ _DETECTED: tuple[tuple[str, set[str]], ...] = (
     *(("image-text", {image, answer}) for image in _IMAGES for answer in _ANSWERS),
     ("question-answer", {"question", "answer"}), ("text", {"text"}),
 )  # fmt: skip
+_LOST = ("tool_calls", "function_call", "reasoning_content", "thinking")  # chat templates would put these into the text
 _ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user", "assistant", "system", "tool")}
 
 
@@ -152,6 +153,8 @@ def _answered(row: dict[str, Any], column: str) -> tuple[dict[str, Any], ...]:
 
 def _messages(row: dict[str, Any]) -> Example:
     turns = row.get("messages") or row.get("conversations")
+    if row.get("tools") not in (None, "", "[]", []):
+        raise BadRow("`tools` is not supported: write the tools into a message of the system")
     if not isinstance(turns, list) or not turns:
         raise BadRow("`messages` is empty or not a list")
     return _dialogue(turns, _images(row))
@@ -165,11 +168,8 @@ def _image_text(row: dict[str, Any], prompt: str) -> Example:
 
 def _images(row: dict[str, Any]) -> list[Any] | None:
     """Return the images of a row. Return None if the row does not have an image column."""
-    name = next((name for name in _IMAGES if name in row), None)
-    if name is None:
-        return None
-    value = [] if row[name] is None else row[name]
-    return value if isinstance(value, list) else [value]
+    value = next(([] if row[name] is None else row[name] for name in _IMAGES if name in row), None)
+    return value if value is None or isinstance(value, list) else [value]
 
 
 def _dialogue(turns: list[Any], images: list[Any] | None = None) -> Example:
@@ -180,6 +180,8 @@ def _dialogue(turns: list[Any], images: list[Any] | None = None) -> Example:
             raise BadRow(f"message {number} is not an object with role and content")
         role = _ROLES.get(str(turn.get("role", turn.get("from"))))
         content = turn.get("content", turn.get("value"))
+        if lost := next((key for key in _LOST if turn.get(key)), None):
+            raise BadRow(f"message {number} has `{lost}`, which is not supported: write it into the content")
         if role is None:
             raise BadRow(f"the role of message {number} must be one of {', '.join(sorted(set(_ROLES.values())))}")
         parts = _parts(content, marked=images is not None)

@@ -179,7 +179,7 @@ def gpu(facts: Facts) -> list[Finding]:
         hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
         reason = (
             f"CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
-            else "no NVIDIA driver was found; install it, or start the container with --gpus all"
+            else "no NVIDIA driver answers: install it, restart after an update, or use a container with --gpus all"
         )  # fmt: skip
         answers = {"GPU": ("n/a", f"no GPU, runs measure the CPU: {reason}")}
     return [Finding(GPU, name, *answer) for name, answer in answers.items() if answer]

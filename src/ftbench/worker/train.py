@@ -122,7 +122,8 @@ def build_trainer(run: TrainingRun, model: Any, tokenizer: Any, data: Prepared, 
     """
     spec, directory = run.spec, run.directory
     set_seed(spec.train.seed)
-    model.config.use_cache = False
+    for config in (model.config, model.config.get_text_config()):
+        config.use_cache = False  # with a cache, masks ignore the boundaries of packed samples
     model = methods.load(spec.method.name).adapt(model, spec)
     optimizations.apply(model, spec)
     if reference is not None:

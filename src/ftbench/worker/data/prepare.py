@@ -159,9 +159,9 @@ def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple
             parsed = row_example(dataset, rows[index], format_name, rows.where(index))
             images = _images(rows, index, parsed, dataset, pixels)
         except DataError:
-            if dataset.name == "file":
-                raise
             empty += 1
+            if dataset.name == "file" or empty == len(rows):
+                raise
             continue
         sample = _tokenised(rows, index, parsed, spec, tokenizer, images)
         complete = images is None or sample.ids.count(images.token) == sum(images.counts)

@@ -58,12 +58,10 @@ def tokenise(
     """
     if example.text is not None:
         ids = _encode(tokenizer, example.text, special=True)
-        ids += [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        ids += [tokenizer.eos_token_id] if tokenizer.eos_token_id not in (None, *ids[-1:]) else []
         labels = list(ids)
-    elif tokenizer.chat_template:
-        ids, labels = _chat(tokenizer, example.messages)
     else:
-        ids, labels = _plain_turns(tokenizer, example.messages)
+        ids, labels = (_chat if tokenizer.chat_template else _plain_turns)(tokenizer, example.messages)
     if loss_on == "all":
         labels = list(ids)
     if images:
@@ -186,7 +184,7 @@ def _plain_turns(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[li
             raise BadRow("images need a chat template, which the tokenizer lacks: use the model's processor")
         learned = message["role"] == "assistant"
         part = _encode(tokenizer, message["content"] + ("" if learned else "\n\n"), special=turn == 0)
-        if learned and tokenizer.eos_token_id is not None:
+        if learned and tokenizer.eos_token_id not in (None, *part[-1:]):
             part.append(tokenizer.eos_token_id)
         ids += part
         labels += part if learned else [IGNORE] * len(part)
