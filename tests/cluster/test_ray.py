@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -11,7 +13,9 @@ import rays
 from ftbench.cluster import ray
 from ftbench.errors import MissingError
 from ftbench.spec.experiment import Experiment
+from ftbench.store import rundir
 from ftbench.store.steps import read_steps
+from ftbench.sweep.gpu_slots import RunControl
 from sweeps import Folder, Night, sweep, write_sweep
 from waiting import eventually
 
@@ -45,13 +49,15 @@ def written(cluster, folder, axes, **parts):
 
 def test_results_of_a_cluster_equal_local_ones(cluster, tmp_path):
     spec = written(cluster, tmp_path, AXES)
-    done = sweep(spec, tmp_path / "out", "--on", cluster.on, env=cluster.environment)
+    environment = cluster.environment | {"OMP_NUM_THREADS": "2"}
+    done = sweep(spec, tmp_path / "out", "--on", cluster.on, env=environment)
     assert done.code == 0, done.stderr
     folder = Folder(tmp_path / "out")
     assert folder.told() == ["ok"] * 4
     for run in folder.runs():
         assert read_steps(run.steps)[0]
         assert not run.reserve.exists()
+        assert rundir.read_json(run.machine)["environment"]["OMP_NUM_THREADS"] == "2"
     here = sweep(spec, tmp_path / "here")
     assert here.stdout == done.stdout
     again = sweep(spec, tmp_path / "out", "--on", cluster.on, env=cluster.environment)
@@ -66,6 +72,7 @@ def test_ctrl_c_ends_the_jobs_and_the_sweep_resumes(held, tmp_path):
         night.send(signal.SIGINT)
         assert night.finish().code == 130
     assert night.told() == ["interrupted", "interrupted"]
+    assert all(run.summary.exists() for run in night.runs())
     eventually(lambda: not held.runs(), "a job has outlived its sweep")
     held.release()
     assert sweep(spec, tmp_path / "out", "--on", held.on, env=held.environment).code == 0
@@ -95,6 +102,24 @@ def test_slow_head_node_is_asked_again(monkeypatch, error, tries):
     with pytest.raises(MissingError, match="cannot join the Ray cluster"):
         ray.slots("ray", SPEC)
     assert len(calls) == tries
+
+
+def test_lost_connection_is_reported(monkeypatch, tmp_path):
+    import ray as package
+
+    monkeypatch.setattr(package, "remote", MagicMock())
+    monkeypatch.setattr(package, "wait", MagicMock(side_effect=ConnectionError("Client is shutting down.")))
+    job = SimpleNamespace(run=rundir.RunDir(tmp_path / "run-r1"), spec=SPEC, sets=())
+    with pytest.raises(MissingError, match="lost the connection to Ray"):
+        ray.RaySlot("Ray 1", {}, None, False).run(job, b"", RunControl(0, None, print))
+
+
+def test_slot_has_all_gpus_of_a_run(monkeypatch):
+    node = {"Alive": True, "Resources": {"GPU": 5, "CPU": 8}}
+    package = MagicMock(**{"nodes.return_value": [node, node], "get.return_value": {"gpus": []}})
+    monkeypatch.setattr(ray, "_connect", lambda on: package)
+    found, _ = ray.slots("ray", Experiment.model_validate(SPEC.model_dump(mode="json") | {"launch": {"gpus": 2}}))
+    assert [slot.needs["num_gpus"] for slot in found] == [2] * 4
 
 
 def test_cell_of_a_lost_node_runs_on_another_one(held, tmp_path):

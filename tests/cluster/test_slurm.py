@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import slurms
-from ftbench.cluster import SlurmSettings, slurm
+from ftbench.cluster import SlurmSettings, remote, slurm
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import runner
 from ftbench.spec.load import load
@@ -127,7 +127,7 @@ class Control:
 def slot(tmp_path: Path, gpu: str | None = "mock (no GPU)") -> tuple[slurm.SlurmSlot, SimpleNamespace]:
     run = rundir.RunDir(tmp_path / "out/night-mock/run-r1")
     job = SimpleNamespace(run=run, spec=load(write_sweep(tmp_path)), sets=())
-    return slurm.SlurmSlot("job 1", SlurmSettings(), gpu, set()), job
+    return slurm.SlurmSlot("job 1", SlurmSettings(), gpu), job
 
 
 @pytest.mark.parametrize(("state", "outcome", "reason"), [
@@ -150,17 +150,6 @@ def test_job_is_submitted_again_while_the_controller_is_away(tmp_path, monkeypat
     install(tmp_path / "slurm", monkeypatch, sbatch=away + STAND_INS["sbatch"])
     made, job = slot(tmp_path)
     assert made.run(job, b"{}", Control()).summary.state == "ok"
-
-
-def test_run_that_a_job_has_finished_since_the_plan_is_kept(tmp_path, monkeypatch):
-    queue = install(tmp_path / "slurm", monkeypatch)
-    made, job = slot(tmp_path)
-    assert made.run(job, b"{}", Control()).summary.state == "ok"
-    other, _ = slot(tmp_path)  # whose plan was made before
-    assert other.run(job, b"{}", Control()).summary.state == "ok"
-    assert len(queue.read_text().splitlines()) == 1
-    assert made.run(job, b"{}", Control()).summary.state == "ok"  # tried again by its own sweep
-    assert len(queue.read_text().splitlines()) == 2
 
 
 def test_node_with_another_gpu_is_an_error(tmp_path, monkeypatch):
@@ -193,6 +182,28 @@ def test_requeued_job_starts_the_run_again(order):
     assert slurm.main(order) == 0
     assert folder.content() == content
     assert not interrupted.path.exists()
+
+
+def test_job_that_ends_after_ctrl_c_keeps_its_run(order, monkeypatch):
+    folder, train = Folder(order.parents[2]), remote.train
+
+    def interrupted(*arguments):
+        remote.record(rundir.RunDir(folder.path / "run-r1"), "interrupted", "interrupted by a signal")
+        return train(*arguments)
+
+    monkeypatch.setattr(remote, "train", interrupted)
+    assert slurm.main(order) == 0
+    assert folder.told() == ["ok"]
+
+
+def test_sweep_with_more_gpus_describes_the_node_again(ftbench, tmp_path, monkeypatch):
+    queue = install(tmp_path / "slurm", monkeypatch)
+    spec = written(tmp_path)
+    for gpus in (1, 2):
+        sets = ("--set", f"launch.gpus={gpus}", "--out", tmp_path / "out", "--on", "slurm")
+        assert ftbench("sweep", spec, *sets)[0] == 0
+    assert Folder(tmp_path / "out").told() == ["ok"] * 4
+    assert len(queue.read_text().splitlines()) == 6
 
 
 # --- on a real Slurm -------------------------------------------------------------------------------------------------

@@ -104,6 +104,15 @@ def test_repeats_are_interleaved(jobs):
     assert names(jobs(TWO_METHODS)) == "lora1 lora2 qlora1 qlora2 lora1' lora2' qlora1' qlora2'"
 
 
+@pytest.mark.parametrize("state", ["ok", ELSEWHERE])
+def test_run_that_another_process_made_since_the_plan_is_kept(jobs, options, state):
+    first, second = jobs("sweep: {axes: {train.batch_size: [1, 2]}}\n")
+    plan = Grid([first, second], {}, options)
+    leave(first, state)  # `ftbench run` in another terminal
+    assert drain(plan) == [second]
+    assert (plan.standings[first].state, plan.left()) == (("ok", 0) if state == "ok" else ("running", 1))
+
+
 def test_equal_cells_are_one_job(jobs):
     assert names(jobs("", "train.precision=auto,fp32", "method=lora,full")) == "lora4 full4"
 

@@ -27,25 +27,26 @@ from ftbench.sweep.gpu_slots import RunControl, create
 from ftbench.sweep.plan.base import Job
 
 RETRIES, _JOIN_TRIES = 2, 3
-_POLL_S, _CONNECT_S, _DESCRIBE_S = 0.5, 5.0, 60.0
+_POLL_S, _CONNECT_S, _DESCRIBE_S, _STOP_S = 0.5, 5.0, 60.0, 60.0
 _THREADS = "OMP_NUM_THREADS"
 
 
 def slots(on: str, spec: Experiment) -> tuple[Sequence[RaySlot], dict[str, Any]]:
-    """Return (slots, content of a node's machine.json). A slot is one GPU or, without GPUs, one node."""
+    """Return (slots, content of a node's machine.json). A slot has the GPUs of a run or, without GPUs, is a node."""
     ray = _connect(on)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus, cpus = ([int(node[kind]) for node in nodes if node.get(kind, 0) >= 1] for kind in ("GPU", "CPU"))
     if not cpus:
         raise MissingError(f"--on {on}: no node of this cluster offers a GPU or a CPU")
-    needs = {"num_gpus": 1, "num_cpus": 1} if gpus else {"num_gpus": 0, "num_cpus": min(cpus)}
+    each = spec.launch.gpus
+    needs = {"num_gpus": each, "num_cpus": 1} if gpus else {"num_gpus": 0, "num_cpus": min(cpus)}
     try:
         task = ray.remote(remote.describe).options(**needs, max_retries=0)
         described = ray.get(task.remote(spec.model_dump(mode="json")), timeout=_DESCRIBE_S)
     except Exception as error:  # noqa: BLE001 - any reason why a node does not answer
-        raise MissingError(f"--on {on}: a node cannot run ftbench: {_reason(error)}") from None
-    gpu, shared, count = runner.gpu_name(described), max(gpus, default=1) > 1, sum(gpus) or len(cpus)
-    return [RaySlot(f"Ray {number + 1}", needs, gpu, shared) for number in range(count)], described
+        raise MissingError(f"--on {on}: no node is free (`ray status`) or can run ftbench: {_reason(error)}") from None
+    shared, count = max(gpus, default=1) > each, sum(number // each for number in gpus) or len(cpus)
+    return [RaySlot(f"Ray {n + 1}", needs, runner.gpu_name(described), shared) for n in range(count)], described
 
 
 def _connect(on: str) -> Any:
@@ -101,15 +102,21 @@ class RaySlot:
             job.run.run_id, job.spec.model_dump(mode="json"), source, list(job.sets), self.gpu, self.shared,
             os.environ.get(_THREADS),
         )  # fmt: skip
-        while not ray.wait([ref], timeout=_POLL_S)[0]:
-            late = control.deadline is not None and time.monotonic() > control.deadline
-            if late or control.stops_within(0):
-                ray.cancel(ref, force=True)
-                return remote.record(created, "interrupted", "interrupted, or the sweep's time budget ran out")
         try:
+            while not ray.wait([ref], timeout=_POLL_S)[0]:
+                late = control.deadline is not None and time.monotonic() > control.deadline
+                if late or control.stops_within(0):
+                    ray.cancel(ref)  # SIGINT: the task ends the run and returns its files
+                    if not ray.wait([ref], timeout=_STOP_S)[0]:
+                        ray.cancel(ref, force=True)
+                        raise ray.exceptions.TaskCancelledError
             files = ray.get(ref)
+        except ray.exceptions.TaskCancelledError:
+            return remote.record(created, "interrupted", "interrupted, or the sweep's time budget ran out")
         except ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, FtbenchError) else error) from None
+        except ConnectionError as error:
+            raise MissingError(f"lost the connection to Ray ({error}); run the same command again") from None
         except ray.exceptions.RayError as error:
             return remote.record(created, "error", f"Ray lost the task {RETRIES + 1} times: {_reason(error)}")
         with rundir.writing(created.path):

@@ -54,9 +54,8 @@ def slots(
     """Return one slot per job that may be queued at the same time, and the content of a node's machine.json."""
     settings, folder = load_settings(on, source), folder.resolve()
     described = _describe_node(settings, folder, spec, notify)
-    earlier = {path.name for path in folder.iterdir()}
     gpu = runner.gpu_name(described)
-    return [SlurmSlot(f"job {number + 1}", settings, gpu, earlier) for number in range(settings.tasks)], described
+    return [SlurmSlot(f"job {number + 1}", settings, gpu) for number in range(settings.tasks)], described
 
 
 def _describe_node(
@@ -64,7 +63,7 @@ def _describe_node(
 ) -> dict[str, Any]:
     """Return the content of a node's machine.json, from a job on the node or from an earlier sweep."""
     launcher = spec.launch.framework if spec.launch.mock == "off" else "mock"
-    key = json.dumps([settings.model_dump(mode="json", exclude={"tasks", "time"}), launcher])
+    key = json.dumps([settings.model_dump(mode="json", exclude={"tasks", "time"}), launcher, spec.launch.gpus])
     file, job = folder / UNFINISHED / f"{NODE}.json", folder / UNFINISHED / NODE
     known = rundir.read_json(file)
     if known.get("key") == key:
@@ -148,31 +147,20 @@ class _AwayError(MissingError):
     """Raised if the controller of Slurm is not reachable."""
 
 
-class _StoppedError(Exception):
-    """Raised if the sweep was interrupted, or if its time budget ran out."""
-
-
 @dataclass(slots=True)
 class SlurmSlot:
-    """A slot that runs one Slurm job at a time. `gpu` is the GPU model that each node must have.
-
-    `earlier` has the names of the runs that existed when the sweep started, or that it has submitted. These are trained
-    again. If another run already exists, a job of an earlier session has finished it: its result is used."""
+    """A slot that runs one Slurm job at a time. `gpu` is the GPU model that each node must have."""
 
     name: str
     settings: SlurmSettings
     gpu: str | None
-    earlier: set[str]
     trains: bool = field(default=False, init=False)
 
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
         """Submit a job and wait for the result. If the controller is not reachable, submit the job again later."""
         run = job.run
-        if run.path.exists() and run.run_id not in self.earlier:  # an earlier job finished it
-            return remote.finished(run)
         if run.path.exists():
             rundir.archive(run)
-        self.earlier.add(run.run_id)
         order = {
             "run": run.run_id, "spec": job.spec.model_dump(mode="json"), "sets": list(job.sets), "gpu": self.gpu,
             "source": source.decode(errors="replace"), "shared": "--exclusive" not in self.settings.options,
@@ -185,7 +173,7 @@ class SlurmSlot:
             except _AwayError:
                 if time.monotonic() > end or control.stops_within(_RETRY_S):
                     raise
-            except _StoppedError:
+            except InterruptedError:
                 return remote.record(run, "interrupted", "interrupted by a signal, or the sweep's time budget ran out")
             finally:
                 self.trains = False
@@ -201,7 +189,7 @@ class SlurmSlot:
             control.show(progress.text() if self.trains else "waiting in Slurm's queue")
             late = control.deadline is not None and time.monotonic() > control.deadline
             if late or control.stops_within(_POLL_S):
-                raise _StoppedError
+                raise InterruptedError
         if run.state.exists():
             return remote.finished(run)
         return _without_result(run, folder, _require_accepted(folder, sbatch))
@@ -256,6 +244,8 @@ def _train(folder: Path, order: dict[str, Any]) -> int:
     request = Order(spec, order["source"].encode(), order["sets"], folder.parents[2])
     result = remote.train(own.path, request, order["gpu"], order["shared"])
     if read_standing(own).done and not read_standing(own).killed:
+        if rundir.read_json(destination.state).get("state") == "interrupted":  # Ctrl-C came before the end of the job
+            rundir.archive(destination)
         with suppress(OSError):  # the destination already has the run
             os.rename(own.path, destination.path)
             return result.exit_code

@@ -40,7 +40,6 @@ def describe() -> dict[str, Any]:
     return {**host(), "gpus": gpus()}
 
 
-@cache
 def host() -> dict[str, Any]:
     """Return machine.json without the GPUs: ftbench commit, CPU, operating system, library versions and environment."""
     import psutil  # imported late: an estimate does not need it

@@ -96,8 +96,7 @@ class Session:
                 os.read(signals, 1)
                 self._stop("signal")
             if self._wake[0] in ready:
-                with suppress(BlockingIOError):
-                    os.read(self._wake[0], 4096)
+                os.read(self._wake[0], 4096)
             for running in [each for each in self._running if each.result.done()]:
                 self._take(running)
             self._show()

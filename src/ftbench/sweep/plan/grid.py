@@ -28,17 +28,22 @@ class Grid(Plan):
         for each in dict.fromkeys(jobs):
             if each in refused:
                 self.standings[each] = Standing("skipped", refused[each])
-                continue
-            now = read_standing(each.run)
-            again = options.force and now.state != "running"
-            self.record(each, PENDING if again else on_resume(now, options.retry_failed))
+            else:
+                self._read(each)
         self._skip_larger_batches()
 
+    def _read(self, job: Job) -> None:
+        now = read_standing(job.run)
+        again = self.options.force and now.state != "running"
+        self.record(job, PENDING if again else on_resume(now, self.options.retry_failed))
+
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
-        each = next(filter(has_time, self.pending()), None)
-        if each is not None:
-            self.standings[each] = Standing("running")
-        return each
+        for each in filter(has_time, self.pending()):
+            self._read(each)  # another process may have started or finished it since the plan was made
+            if self.standings[each] == PENDING:
+                self.standings[each] = Standing("running")
+                return each
+        return None
 
     def ended(self, job: Job) -> None:
         now = read_standing(job.run)
