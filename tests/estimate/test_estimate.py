@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from ftbench.estimate import api
 from ftbench.estimate.estimates import EstimateRequest, estimate
 from ftbench.estimate.gpus import capacity
 from ftbench.estimate.memory.estimate import Band, constants, estimate_memory, verdict_of
-from ftbench.estimate.memory.largest_batch import MemoryCache, with_batch
+from ftbench.estimate.memory.largest_batch import MemoryCache, _largest_within, with_batch
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.rates import STATES, WEIGHTS, step
 from ftbench.estimate.time.work import StepWork
@@ -222,6 +223,24 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 def test_the_largest_batch_is_at_most_the_data_set() -> None:
     few = spec(dataset={"name": "synthetic", "samples": 3, "length": 128})
     assert MemoryCache().largest_batch(few, H200) == 3
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 300, 65_536])
+@pytest.mark.parametrize("per_row", [1e-4, 0.3, 2.0, 9.0])
+@pytest.mark.parametrize("jump", [0.0, 15.0])
+def test_largest_batch_is_the_last_one_with_spare_memory(most, per_row, jump):
+    """Also if the memory grows in steps of eight rows, or much more at one size."""
+    asked = []
+
+    def spare(size):
+        asked.append(size)
+        return 40 - per_row * 8 * math.ceil(size / 8) - (jump if size > 50 else 0) - 1e-6 * size**2
+
+    expected = max((size for size in range(1, min(most, 9000) + 1) if spare(size) >= 0), default=0)
+    asked.clear()
+    assert _largest_within(most, spare) == expected
+    assert len(asked) <= 27
+    assert all(1 <= size <= most for size in asked)
 
 
 @pytest.mark.parametrize("like", ["japanese-alpaca", "wikipedia-ja"])

@@ -122,8 +122,7 @@ def build_trainer(run: TrainingRun, model: Any, tokenizer: Any, data: Prepared, 
     """
     spec, directory = run.spec, run.directory
     set_seed(spec.train.seed)
-    for config in (model.config, model.config.get_text_config()):
-        config.use_cache = False  # with a cache, masks ignore the boundaries of packed samples
+    model.config.get_text_config().use_cache = False  # with a cache, masks ignore the boundaries of packed samples
     model = methods.load(spec.method.name).adapt(model, spec)
     optimizations.apply(model, spec)
     if reference is not None:

@@ -1,8 +1,8 @@
 """Find the largest batch size that fits a GPU, and cache memory estimates for GPUs of the same generation."""
 
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from ftbench.core.hardware import MODERN, Gpu, capability_of, cublas_workspace
@@ -54,21 +54,25 @@ class MemoryCache:
         has, unit, data = capacity(gpu, self._total), spec.launch.micro_batches or 1, spec.dataset
         made = likely and data.is_made
 
-        def fits(units: int) -> bool:
+        def spare(units: int) -> float:
             sized = with_batch(spec, units * unit)
             if made:
                 more = {"samples": max(data.samples or 0, units * unit)}
                 sized = sized.model_copy(update={"dataset": data.model_copy(update=more)})
             memory = self.estimate(sized, gpu)
-            return memory.device.expected <= has.usable + RESERVE if likely else memory.verdict == "fits"
+            return has.usable + RESERVE - (memory.device.expected if likely else memory.device.high + has.margin)
 
         most = min(MOST_BATCH, most, MOST_BATCH if made else data.samples or most) // unit
-        return unit * _largest_within(most, fits) or None
+        return unit * _largest_within(most, spare) or None
 
 
-def _largest_within(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest batch size up to `most` that fits, or 0. Double the size until a size fails, then bisect."""
-    limit = min(1, most)
-    while limit < most and fits(limit):
-        limit = min(2 * limit, most)
-    return bisect_left(range(1, limit + 1), True, key=lambda size: not fits(size))
+def _largest_within(most: int, spare: Callable[[int], float]) -> int:
+    """Return the largest batch up to `most` with spare memory, or 0. Use the secant method, after ten sizes bisect."""
+    low, high, size, last, tries = 0, most + 1, 1, (0, inf), 0
+    while high - low > 1:
+        left, tries = spare(size), tries + 1
+        low, high = (size, high) if left >= 0 else (low, size)
+        step = (last[1] - left) / (size - last[0])
+        guess = size + left / step if step > 0 and tries < 10 else (low + high) / 2
+        last, size = (size, left), min(max(int(guess), low + 1), high - 1)
+    return low

@@ -155,6 +155,7 @@ def _trainable(model: ModelShape, names: frozenset[str], rank: int, sharding: Sh
     )  # fmt: skip
 
 
+@lru_cache(256)  # each estimate needs it about ten times
 def adapter_parameters(model: ModelShape, names: frozenset[str], rank: int) -> int:
     """Return the number of LoRA parameters: `rank * (inputs + outputs)` for each targeted matrix (Hu et al. 2021).
 

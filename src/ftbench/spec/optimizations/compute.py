@@ -22,20 +22,16 @@ _FLASH = ("flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 def _attention(spec: Experiment) -> Iterator[str]:
-    kernel, precision = spec.optimizations.attention, spec.train.precision
+    on, kernel, precision = spec.optimizations, spec.optimizations.attention, spec.train.precision
     name = f"optimizations.attention {kernel}"
     if family(spec.model) == GPT_OSS and kernel == "sdpa":
         yield f"{name} does not support the attention sinks of gpt-oss: use auto, or varlen with packing"
-    if kernel == "varlen" and not _unpadded(spec):
+    if kernel == "varlen" and not (on.packing or on.padding_free):
         yield f"{name} needs rows without padding: set packing or padding_free to on, or use attention sdpa"
     if kernel == "varlen" and precision == "fp32":
         yield f"{name} computes in 16 bits: set train.precision to bf16"
     if (objective := spec.objective.name) != "sft" and kernel not in ("auto", "eager", "sdpa"):
         yield f"{name} with objective {objective}: only eager and sdpa are tested: use one of them"
-
-
-def _unpadded(spec: Experiment) -> bool:
-    return bool(spec.optimizations.packing or spec.optimizations.padding_free)
 
 
 def _attention_on_machine(spec: Experiment, capability: Capability) -> Iterator[str]:
