@@ -16,6 +16,7 @@ from ftbench.store import rundir
 from ftbench.sweep.parity import _reference
 from ftbench.sweep.plan.base import Options
 from ftbench.sweep.plan.parity import Contender, ParityPlan
+from warm import PRELOADED
 
 CONFIG = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
@@ -24,7 +25,6 @@ CONFIG = {
 }  # fmt: skip
 TASKS = {"name": "synthetic", "structure": "tasks", "mean_length": 12, "max_length": 48}
 STEPS, BATCH = 32, 16
-WARM = ["ftbench.worker.train", "ftbench.worker.methods.lora", "ftbench.worker.optimizations.packing", "trl", "peft"]
 
 
 def spec_of(model: Path, /, **sections) -> Experiment:
@@ -113,7 +113,7 @@ def pool(workers: int = 2) -> ProcessPoolExecutor:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(WARM)
+    context.set_forkserver_preload(PRELOADED)
     return ProcessPoolExecutor(workers, context, _start)
 
 
@@ -455,11 +455,14 @@ HONEST = {
 
 # The test combines honest changes, to save time. A combination passes only if all its changes are correct.
 COMBINED = {
-    "other seed, fused optimizer": ({"train": {"seed": 10_000, "optimizer": "adamw_torch_fused"}}, ""),
-    "accumulation, padding side": (HONEST["gradient accumulation"][0], "padding_on_the_left"),
-    "checkpointing, chunked loss": ({"optimizations": {"gradient_checkpointing": True, "chunked_loss": True}}, ""),
-    "packing, compile": (
-        {"optimizations": {"packing": True, "fixed_shape": True, "compile": True}}, "compiled_by_the_eager_backend",
+    "other seed, fused optimizer, accumulation, padding side": (
+        {"train": {"seed": 10_000, "optimizer": "adamw_torch_fused", **HONEST["gradient accumulation"][0]["train"]}},
+        "padding_on_the_left",
+    ),
+    "packing, compile, chunked loss, checkpointing": (
+        {"optimizations": {"packing": True, "fixed_shape": True, "compile": True, "chunked_loss": True,
+                           "gradient_checkpointing": True}},
+        "compiled_by_the_eager_backend",
     ),
 }  # fmt: skip
 

@@ -21,13 +21,9 @@ from typing import Any
 
 from ftbench.launch import process_tree
 
+PRELOADED = ["tests.preload"]
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload([
-    "ftbench.cli", "ftbench.sweep.sweep", "ftbench.sweep.loop", "ftbench.report.build",
-    "ftbench.launch.mock", "ftbench.worker.train", "ftbench.worker.training_run", "ftbench.worker.gpu_lock",
-    "ftbench.worker.optimizations.fused_lora", "deepspeed", "ftbench.report.show", "ftbench.estimate.api",
-    "transformers.models.qwen3.modeling_qwen3", "peft.tuners.lora.bnb", "multiprocessing.synchronize",
-])  # fmt: skip
+_SERVER.set_forkserver_preload(PRELOADED)
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 RUNS = ("ftbench.worker", "ftbench.launch.mock", "ftbench.launch.ranks")
 

@@ -51,13 +51,13 @@ def test_honest_variants_pass_and_all_controls_are_caught(learned, tmp_path, mon
     tables.write()
     document = json.loads((tmp_path / "parity.json").read_text())
     assert document["recipes"][1]["levels"]["training"]["state"] == PASS
-    assert "| other seed, fused optimizer" in (tmp_path / "summary.md").read_text()
+    assert "| other seed, fused optimizer, accumulation, padding side" in (tmp_path / "summary.md").read_text()
     again = plan_of(tmp_path, *recipes, every_control=True)  # the verdict comes from files
     assert (again.left(), again.judgements()) == (0, plan.judgements())
     dead = plan.record_of(plan.plain(recipes[0]), recipes[0], "projection_frozen")
     recorded = plan._recorded
     monkeypatch.setattr(plan, "_recorded", lambda recipe, record: recorded(recipe, dead))
-    assert next(tables.lines()).startswith("other seed, fused optimizer: fail: v_proj (")
+    assert next(tables.lines()).startswith("other seed, fused optimizer, accumulation, padding side: fail: v_proj (")
 
 
 def only(plan, wanted):

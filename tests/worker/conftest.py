@@ -19,6 +19,9 @@ from ftbench.store.rundir import RunDir
 from ftbench.worker.outcome import Phases
 from ftbench.worker.train import train
 from ftbench.worker.training_run import TrainingRun
+from quick_libraries import quicken
+
+quicken()
 
 TINY: dict[str, Any] = {
     "name": "tiny",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 
 import pytest
 
+import warm
 from conftest import spec_of
 from ftbench.errors import SpecError
 from ftbench.report.data.collect import collect
@@ -189,8 +191,9 @@ def test_path_is_relative_to_the_spec(tmp_path):
         ("def judge(**columns):\n    return 1 / 0", "judge.py:judge", "judge.py:judge: ZeroDivisionError"),
     ],
 )
-def test_command_fails_with_a_message_and_code_2(ftbench, tmp_path, cache, text, reward, message):
+def test_command_fails_with_a_message_and_code_2(tmp_path, cache, text, reward, message):
     (tmp_path / "judge.py").write_text(text)
-    code, out, err = ftbench("run", spec_with(tmp_path, reward), "--out", tmp_path / "out")
-    assert (code, message in " ".join((out + err).split())) == (2, True), out + err
-    assert "Traceback" not in out + err
+    ended = warm.run(["run", spec_with(tmp_path, reward), "--out", tmp_path / "out"], {**os.environ})
+    printed = ended.stdout + ended.stderr
+    assert (ended.returncode, message in " ".join(printed.split())) == (2, True), printed
+    assert "Traceback" not in printed
