@@ -81,7 +81,7 @@ def test_ctrl_c_ends_the_jobs_and_the_sweep_resumes(held, tmp_path):
 
 def test_search_on_a_cluster(cluster, tmp_path):
     """Ray uses its client here."""
-    spec = written(cluster, tmp_path, None, launch={"mock": "oom", "mock_fits": 5})
+    spec = written(cluster, tmp_path, None, launch={"mock": "oom", "mock_fits": 2})
     asked = ("--until-oom", "--on", cluster.client)
     done = sweep(spec, tmp_path / "out", *asked, env=cluster.environment)
     assert done.code == 0, done.stderr

@@ -280,9 +280,9 @@ def test_memory_on_several_gpus_does_not_depend_on_the_order_of_the_cards():
 def test_recommending_needs_few_calls():
     goal = Goal(Experiment.model_validate(SPEC), (GPUS["H200 SXM"],), 1e6, history=RunHistory.read(ROOT / "results"))
     assert calls_of(lambda: recommend(goal)) < 2_000_000, "it grows with the runs of the store"
-    every = tuple(gpu for gpu in GPUS.values() if gpu.bf16)
-    goal = Goal(Experiment.model_validate(SPEC), every, 1e6, effective_batch=4)
-    assert calls_of(lambda: recommend(goal)) < 5_000_000, "no batch is sought beyond the effective one"
+    several = [gpu for gpu in GPUS.values() if gpu.bf16][:8]
+    goal = Goal(Experiment.model_validate(SPEC), tuple(several), 1e6, effective_batch=4)
+    assert calls_of(lambda: recommend(goal)) < 2_000_000, "no batch is sought beyond the effective one"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
