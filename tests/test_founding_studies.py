@@ -134,6 +134,21 @@ def test_a_new_verdict_replaces_the_runs_of_the_published_one(tmp_path, monkeypa
     assert {path.name for path in published.iterdir()} == {"parity.json", "new"}
 
 
+def test_an_unfinished_verdict_does_not_replace_the_published_one(tmp_path, monkeypatch):
+    judge = runpy.run_path(str(ROOT / "scripts/studies/parity"))["judge"]
+    monkeypatch.setitem(judge.__globals__, "ftbench", lambda *_, **__: 1)
+    options = SimpleNamespace(out=tmp_path / "out", results=tmp_path / "results", large=False, seeds=3)
+    published, made = options.results / "judged/fastest", options.out / "judged/fastest/parity"
+    for folder, verdict in ((published, "pass"), (made, "not run yet")):
+        folder.mkdir(parents=True)
+        write_json(folder / "parity.json", {"recipes": [{"verdict": verdict}]})
+    (published / "r1").mkdir()
+    write_json(published / "r1/state.json", {"state": "ok"})
+    judge("fastest", options, 0.0)
+    assert read_json(published / "parity.json")["recipes"] == [{"verdict": "pass"}]
+    assert read_json(published / "r1/state.json") == {"state": "ok"}
+
+
 def test_unsloths_best_setting_ran_to_its_end(tmp_path):
     page, cell = runpy.run_path(str(ROOT / "scripts/studies/unsloth-best")), TEXT["CELLS"][0]
     run = make_run(tmp_path, "oom", steps(9), state=OOM)

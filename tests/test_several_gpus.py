@@ -274,8 +274,8 @@ def test_offloaded_states_are_trained(tmp_path, pair, strategy, offload):
 
 
 FOUR = [
-    ("ddp", LORA),
     ("tp+fsdp", LORA),
+    ("ddp", LORA),
     ("tp+fsdp", FULL),
     ("tp+fsdp", EXPERTS),
     ("tp+fsdp", FULL | HALF | {"model": {"id": "tiny/qwen3", "weights": "random", "dtype": "bfloat16"}}),
@@ -302,7 +302,6 @@ def test_four_ranks_learn_the_same_as_one_process(pair, strategy, parts):
         assert_same_adapters(one, four)
 
 
-@pytest.mark.exhaustive
 def test_tp_with_fsdp_shards_twice(pair):
     one, four = pair("tp+fsdp", 4, **LORA)
     parallel = rundir.read_json(four.run.applied)["parallel"]

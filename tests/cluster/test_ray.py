@@ -147,3 +147,12 @@ def test_unreachable_cluster_is_reported(ftbench, tmp_path, on, message):
     code, _, err = ftbench("sweep", spec, "--out", tmp_path / "out", "--on", on)
     assert code == (2 if on == "pbs" else 3)
     assert message in err
+
+
+def test_connection_that_is_lost_before_a_task_is_reported(monkeypatch, tmp_path):
+    import ray as package
+
+    monkeypatch.setattr(package, "remote", MagicMock(side_effect=ConnectionError("Client is shutting down.")))
+    job = SimpleNamespace(run=rundir.RunDir(tmp_path / "run-r1"), spec=SPEC, sets=())
+    with pytest.raises(MissingError, match="lost the connection to Ray"):
+        ray.RaySlot("Ray 1", {}, None, False).run(job, b"", RunControl(0, None, print))

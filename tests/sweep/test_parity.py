@@ -441,3 +441,11 @@ def test_command_lists_its_runs_and_refuses_what_it_cannot_judge(ftbench, tmp_pa
         code, _, stderr = ftbench("parity", path, *option, *out)
         assert (code, option[0] in stderr) == (2, True), stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_plan_goes_on_if_another_process_has_trained_the_reference(tmp_path):
+    plan = plan_of(tmp_path, tiny("chunked", **BF16_CHUNKED), seeds=0)
+    first = plan.train(plan.recipes[0].reference, 0)
+    directory = rundir.create_at(first.run.path)
+    rundir.write_json(directory.state, {"state": "ok", "wall_s": 1.0})
+    assert plan.next(lambda _: True).values["run"] == "gradients"

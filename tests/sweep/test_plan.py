@@ -468,3 +468,11 @@ def test_jobs_in_a_cluster_queue_do_not_share_the_remaining_work(tmp_path, jobs,
     left = session.left_s()
     slots[1].trains = False
     assert session.left_s() == pytest.approx(2 * left)
+
+
+def test_oom_of_another_process_since_the_plan_skips_larger_batches(jobs, options):
+    found = jobs("sweep: {axes: {train.batch_size: [1, 2, 4]}}\n")
+    plan = Grid(found, {}, options)
+    leave(found[1], "oom")
+    assert names(drain(plan)) == "lora1"
+    assert skipped(plan) == {"lora4": "oom at batch 2"}

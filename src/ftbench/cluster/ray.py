@@ -98,11 +98,11 @@ class RaySlot:
 
         created = create(job)
         control.show("on the Ray cluster")
-        ref = ray.remote(train).options(max_retries=RETRIES, **self.needs).remote(
-            job.run.run_id, job.spec.model_dump(mode="json"), source, list(job.sets), self.gpu, self.shared,
-            os.environ.get(_THREADS),
-        )  # fmt: skip
         try:
+            ref = ray.remote(train).options(max_retries=RETRIES, **self.needs).remote(
+                job.run.run_id, job.spec.model_dump(mode="json"), source, list(job.sets), self.gpu, self.shared,
+                os.environ.get(_THREADS),
+            )  # fmt: skip
             while not ray.wait([ref], timeout=_POLL_S)[0]:
                 late = control.deadline is not None and time.monotonic() > control.deadline
                 if late or control.stops_within(0):

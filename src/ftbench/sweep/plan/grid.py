@@ -26,23 +26,19 @@ class Grid(Plan):
         super().__init__(options)
         self._limits: dict[str, int] = {}
         for each in dict.fromkeys(jobs):
-            if each in refused:
-                self.standings[each] = Standing("skipped", refused[each])
-            else:
-                self._read(each)
+            self.record(each, Standing("skipped", refused[each]) if each in refused else self._read(each))
         self._skip_larger_batches()
 
-    def _read(self, job: Job) -> None:
+    def _read(self, job: Job) -> Standing:
         now = read_standing(job.run)
-        again = self.options.force and now.state != "running"
-        self.record(job, PENDING if again else on_resume(now, self.options.retry_failed))
+        return PENDING if self.options.force and now.state != "running" else on_resume(now, self.options.retry_failed)
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
-        for each in filter(has_time, self.pending()):
-            self._read(each)  # another process may have started or finished it since the plan was made
-            if self.standings[each] == PENDING:
+        while each := next(filter(has_time, self.pending()), None):
+            if self._read(each) == PENDING:
                 self.standings[each] = Standing("running")
                 return each
+            self.ended(each)  # another process has started or finished it since the plan was made
         return None
 
     def ended(self, job: Job) -> None:

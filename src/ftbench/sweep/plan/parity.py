@@ -82,8 +82,10 @@ class ParityPlan(Grid):
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
         """Return a job to start now, or None. A job that reads saved weights follows their run and takes as long."""
-        ran = {"": None} | {each.run.run_id: each for each, standing in self.standings.items() if standing.done}
-        return super().next(lambda job: (of := job.spec.measure.weights_of) in ran and has_time(ran[of] or job))
+        jobs, now = {each.run.run_id: each for each in self.standings}, self.standings
+        return super().next(
+            lambda job: has_time(of := jobs.get(job.spec.measure.weights_of, job)) and (of is job or now[of].done)
+        )
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
