@@ -19,7 +19,7 @@ from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.identity import fingerprint
 from ftbench.worker.data import prepare as preparing
-from ftbench.worker.data import synthetic
+from ftbench.worker.data import sources, synthetic
 from ftbench.worker.data.sources import open_rows
 from ftbench.worker.data.tokens import IGNORE, tokenise
 from ftbench.worker.model.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_tokenizer
@@ -199,6 +199,18 @@ def test_text_that_only_a_chat_template_writes_is_an_error(key):
         example(row | {"messages": [user, answer | {key: [{"name": "f"}]}]}, "messages")
 
 
+@pytest.mark.parametrize(
+    ("columns", "format_name"),
+    [(["prompt", "completion"], "prompt-completion"), (["prompt", "chosen", "rejected"], "preference")],
+)
+def test_tools_are_an_error_with_answers_and_pairs_too(columns, format_name):
+    """trl gives the column to the chat template in both."""
+    row = {name: [{"role": "assistant", "content": name}] for name in columns}
+    row |= {"prompt": [{"role": "user", "content": "Rome?"}], "tools": [{"name": "f"}]}
+    with pytest.raises(BadRow, match="`tools` is not supported"):
+        example(row, format_name)
+
+
 def test_sharegpt_turns_give_the_same_dialogue(tokenizer):
     chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
     shared = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
@@ -372,11 +384,14 @@ def test_random_structure_keeps_tokens_and_fingerprint():
     assert fingerprint(named) == fingerprint(unnamed)
 
 
-def test_data_set_of_unusable_rows_says_why(tokenizer, monkeypatch, data_file):
+def test_data_set_of_unusable_rows_says_why(tokenizer, monkeypatch, data_file, tmp_path):
     rows = open_rows(data_file([PAIR | {"output": ""}] * 3))
     monkeypatch.setattr(preparing, "open_rows", lambda _: rows)
     with pytest.raises(DataError, match=r"line \d: `output` is empty"):
         prepare(Dataset(name="owner/set"), tokenizer, 8192, 2)
+    monkeypatch.setattr(sources, "open_rows", lambda _: rows)
+    with pytest.raises(DataError, match=r"line \d: `output` is empty"):  # `ftbench data`
+        sources.export(Dataset(name="owner/set"), tmp_path / "rows.jsonl", 1000)
 
 
 # --- the hub ---------------------------------------------------------------------------------------------------------

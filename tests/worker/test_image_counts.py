@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import spec_of
@@ -149,3 +150,17 @@ def test_model_flops_include_images(train_here):
     expected = patches * flops.vision_per_patch(shape, rows[0].image_patches / 2) / window / 1e12
     assert summary.model_tflops - without == pytest.approx(expected, rel=1e-6)
     assert StepRow().images is None
+
+
+def test_text_of_steps_without_images_counts_in_the_text_rate(train_here, tmp_path):
+    Image.new("RGB", (90, 60)).save(tmp_path / "a.png")
+    text = {"instruction": "Which one?", "output": "a leaf"}
+    rows = [text | ({"image": "a.png"} if number % 3 == 0 else {}) for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {"name": "file", "path": str(tmp_path / "rows.jsonl"), "samples": None, "mean_length": None}
+    run = train_here(model={"id": QWEN3}, dataset=data | {"max_length": 400}, train={"batch_size": 1},
+                     measure={"warmup": 0})  # fmt: skip
+    steps, _ = read_steps(run.steps)
+    assert {row.images for row in steps} == {0, 1}
+    rates = summarise(run).tokens_per_s
+    assert rates["image"] + rates["text"] == pytest.approx(rates["real"])

@@ -369,3 +369,36 @@ def test_error_of_a_loader_process_is_the_runs_reason(tmp_path):
     text = "Caught BadRow in DataLoader worker process 0.\nOriginal Traceback:\nBadRow: image a.png"
     reason = of_exception(BadRow(text), "data", 3)["reason"]
     assert reason == "BadRow: image a.png (during data; see log.txt)"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{{ ' ' + message['content'][0]['text'] + '<eos> ' }}",  # llava-v1.6-mistral-7b-hf
+        "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}",
+    ],
+)
+def test_chat_template_that_takes_only_parts_gets_parts(reads, folder, answer, monkeypatch):
+    """Such a template fails or drops the text if the content is a text. trl always gives it parts."""
+    load = loading.load_tokenizer
+    template = (
+        "{% for message in messages %}{% if message['role'] == 'user' %}{% for part in message['content'] | "
+        "selectattr('type', 'equalto', 'image') %}<image>{% endfor %}{% for part in message['content'] | "
+        "selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}[/INST]{% else %}"
+        f"{answer}{{% endif %}}{{% endfor %}}"
+    )
+
+    def loaded(*arguments):
+        tokenizer = load(*arguments)
+        tokenizer.chat_template = template
+        return tokenizer
+
+    monkeypatch.setattr(loading, "load_tokenizer", loaded)
+    turns = [("user", "Hi"), ("assistant", "Hello"), ("user", "<image>Hm?"), ("assistant", WORDS)]
+    dialogue = [{"role": role, "content": text} for role, text in turns]
+    tokenizer, data = reads(folder({"image": "a.png", "messages": dialogue}), LLAVA)
+    ((sample,),) = data.train
+    text = tokenizer.decode([token for token in sample.ids if token != data.pixels.token])
+    assert [text.find(each.removeprefix("<image>")) >= 0 for _, each in turns] == [True] * 4
+    learned = tokenizer.decode([label for label in sample.labels if label != IGNORE])
+    assert learned.replace("<eos>", "").replace(" ", "") == f"Hello{WORDS}".replace(" ", "")

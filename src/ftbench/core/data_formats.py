@@ -113,7 +113,7 @@ def _alpaca(row: dict[str, Any]) -> Example:
 def _prompt_completion(row: dict[str, Any]) -> Example:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _dialogue([*prompt, *completion], _images(row))
+        return _dialogue(row, [*prompt, *completion], _images(row))
     return _pair(_text(row, "prompt"), _text(row, "completion"), _images(row))
 
 
@@ -131,7 +131,7 @@ def _prompt(row: dict[str, Any]) -> Example:
     if not isinstance(row.get("prompt"), list):
         return Example(({"role": "user", "content": _text(row, "prompt")},))
     answered = [*row["prompt"], {"role": "assistant", "content": "-"}]
-    return Example(_dialogue(answered).messages[:-1])
+    return Example(_dialogue({}, answered).messages[:-1])
 
 
 def _answered(row: dict[str, Any], column: str) -> tuple[dict[str, Any], ...]:
@@ -143,7 +143,7 @@ def _answered(row: dict[str, Any], column: str) -> tuple[dict[str, Any], ...]:
     if _ROLES.get(str(first.get("role", first.get("from")))) == "assistant":
         prompt = prompt if isinstance(prompt, list) else [{"role": "user", "content": _text(row, "prompt")}]
         answer = [*prompt, *answer]
-    messages = _dialogue(answer).messages
+    messages = _dialogue(row, answer).messages
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise BadRow(f"`{column}` does not end with an answer of the assistant to a prompt")
     if any(not isinstance(message["content"], str) for message in messages):
@@ -153,11 +153,9 @@ def _answered(row: dict[str, Any], column: str) -> tuple[dict[str, Any], ...]:
 
 def _messages(row: dict[str, Any]) -> Example:
     turns = row.get("messages") or row.get("conversations")
-    if row.get("tools") not in (None, "", "[]", []):
-        raise BadRow("`tools` is not supported: write the tools into a message of the system")
     if not isinstance(turns, list) or not turns:
         raise BadRow("`messages` is empty or not a list")
-    return _dialogue(turns, _images(row))
+    return _dialogue(row, turns, _images(row))
 
 
 def _image_text(row: dict[str, Any], prompt: str) -> Example:
@@ -172,8 +170,10 @@ def _images(row: dict[str, Any]) -> list[Any] | None:
     return value if value is None or isinstance(value, list) else [value]
 
 
-def _dialogue(turns: list[Any], images: list[Any] | None = None) -> Example:
+def _dialogue(row: dict[str, Any], turns: list[Any], images: list[Any] | None = None) -> Example:
     """Convert messages to an Example. Without image markers, images come before the first text of the user."""
+    if row.get("tools") not in (None, "", "[]", []):
+        raise BadRow("`tools` is not supported: write the tools into a message of the system")
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):
@@ -247,7 +247,7 @@ def wikipedia_title(row: dict[str, Any]) -> Example:
 
 
 def _pair(question: str, answer: str, images: list[Any] | None = None) -> Example:
-    return _dialogue([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], images)
+    return _dialogue({}, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], images)
 
 
 def _text(row: dict[str, Any], column: str) -> str:

@@ -70,7 +70,7 @@ class Collator:
         labels = int((batch["labels"][:, 1:] != IGNORE).sum())
         count = count_of([ids for ids, _ in samples], batch["input_ids"].size, labels)
         count.images = len(pictures)
-        count.of_images = sum(map(self._pixels.size, pictures), NOTHING) if self._pixels else NOTHING
+        count.of_images = sum(map(self._pixels.size, pictures), NOTHING) if self._pixels else None
         count.tokens += [picture.key.encode() for picture in pictures]
         if self._positions:
             labels = batch["labels"].copy()

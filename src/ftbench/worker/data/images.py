@@ -83,9 +83,7 @@ def read(reference: Any, folder: Path | None) -> Picture:
     Raises:
         BadRow: The image cannot be read.
     """
-    source: Any = reference
-    if isinstance(reference, dict):
-        source = reference.get("bytes") or reference.get("path")
+    source: Any = (reference.get("bytes") or reference.get("path")) if isinstance(reference, dict) else reference
     if source in ("", b"") or (source is None and reference):
         raise BadRow("an image is empty: it has neither a path nor bytes")
     if isinstance(source, str):

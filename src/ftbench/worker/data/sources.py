@@ -79,15 +79,17 @@ def open_rows(dataset: Dataset) -> Rows:
 
 def export(dataset: Dataset, out: Path, most: int, pairs: bool = False) -> None:
     """Write at most `most` evenly spaced rows to `out`, but skip unusable rows. Write the total number of rows and the
-    row format to a second file with the suffix `.count`."""
+    row format to a second file with the suffix `.count`. Raise DataError if no row is usable."""
     rows = open_rows(dataset)
     format_name = row_format(dataset, rows[0], rows.where(0), pairs)
     with out.open("w", encoding="utf-8") as file:
-        for index in range(0, len(rows), -(-len(rows) // most)):
+        for index in (indices := range(0, len(rows), -(-len(rows) // most))):
             try:
                 parsed = row_example(dataset, rows[index], format_name, rows.where(index))
             except DataError:
-                continue
+                if file.tell() or index != indices[-1]:
+                    continue
+                raise
             file.write(json.dumps(_exported(parsed), ensure_ascii=False) + "\n")
     out.with_suffix(".count").write_text(json.dumps({"rows": len(rows), "format": format_name}))
 

@@ -62,8 +62,7 @@ def tokenise(
         labels = list(ids)
     else:
         ids, labels = (_chat if tokenizer.chat_template else _plain_turns)(tokenizer, example.messages)
-    if loss_on == "all":
-        labels = list(ids)
+    labels = list(ids) if loss_on == "all" else labels
     if images:
         ids, labels = _expand_images(ids, labels, images)
     return Tokens(ids[:max_length], labels[:max_length], len(ids), images.pictures if images else ())
@@ -109,9 +108,13 @@ def name_errors(where: str) -> Iterator[None]:
 
 def render(tokenizer: Any, messages: Sequence[dict[str, Any]], answer: bool = False) -> str:
     """Return the dialogue as text. If `answer` is True, add the generation prompt."""
-    options = {"tokenize": False, "add_generation_prompt": answer}
+    if getattr(tokenizer, "takes_parts", False):  # templates of LLaVA drop a content that is not a list of parts
+        texts = [[{"type": "text", "text": each["content"]}] for each in messages]
+        pairs = zip(messages, texts, strict=True)
+        messages = [each | ({"content": text} if isinstance(each["content"], str) else {}) for each, text in pairs]
     # Chat templates that print the current date then always give the same tokens.
-    return str(tokenizer.apply_chat_template(list(messages), strftime_now=date(2025, 1, 1).strftime, **options))
+    options = {"tokenize": False, "add_generation_prompt": answer, "strftime_now": date(2025, 1, 1).strftime}
+    return str(tokenizer.apply_chat_template(list(messages), **options))
 
 
 def _encode(tokenizer: Any, text: str, special: bool) -> list[int]:
@@ -177,15 +180,13 @@ def _dialogue(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) 
 def _plain_turns(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
     """Return ids and labels for a tokenizer without a chat template. An empty line ends each prompt. The
     end-of-sequence token ends each answer."""
-    ids: list[int] = []
-    labels: list[int] = []
+    ids, labels = list[int](), list[int]()
     for turn, message in enumerate(messages):
         if not isinstance(message["content"], str):
             raise BadRow("images need a chat template, which the tokenizer lacks: use the model's processor")
         learned = message["role"] == "assistant"
         part = _encode(tokenizer, message["content"] + ("" if learned else "\n\n"), special=turn == 0)
-        if learned and tokenizer.eos_token_id not in (None, *part[-1:]):
-            part.append(tokenizer.eos_token_id)
+        part += [tokenizer.eos_token_id] if learned and tokenizer.eos_token_id not in (None, *part[-1:]) else []
         ids += part
         labels += part if learned else [IGNORE] * len(part)
     return ids, labels

@@ -25,7 +25,7 @@ class BatchCount:
     samples: int = 0
     longest: int = 0
     images: int = 0
-    of_images: ImageSize = NOTHING
+    of_images: ImageSize | None = None  # None: the batches of this run cannot have images
     sequences: int = 1  # sequences per sample: 2 for preference pairs
     rewards: tuple[float, float] | None = None  # for pairs: sums of reward accuracy and margin
     generation: dict[str, float] = field(default_factory=dict)  # for GRPO: more columns of steps.csv
@@ -39,7 +39,7 @@ class BatchCount:
         self.samples += other.samples
         self.longest = max(self.longest, other.longest)
         self.images += other.images
-        self.of_images += other.of_images
+        self.of_images = other.of_images and other.of_images + (self.of_images or NOTHING)
         if other.rewards:
             before = self.rewards or (0.0, 0.0)
             self.rewards = before[0] + other.rewards[0], before[1] + other.rewards[1]
@@ -54,8 +54,7 @@ class BatchCount:
         if self.rewards and self.samples:
             columns |= {"reward_accuracy": self.rewards[0] / self.samples,
                         "reward_margin": self.rewards[1] / self.samples}  # fmt: skip
-        if self.images:
-            seen = self.of_images
+        if seen := self.of_images:
             columns |= {"images": self.images, "tiles": seen.tiles, "image_patches": seen.patches,
                         "image_tokens": seen.tokens, "text_tokens": self.real - seen.tokens}  # fmt: skip
         return columns

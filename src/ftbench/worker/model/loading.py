@@ -70,6 +70,7 @@ def load_pixels(spec: Experiment, source: str, config: Any, tokenizer: Any) -> P
     if not tokenizer.chat_template:
         described = reach_description(model, lambda: ProcessorMixin.get_processor_dict(source, **hub_arguments(model)))
         tokenizer.chat_template = described[0].get("chat_template")
+    tokenizer.takes_parts = True
     if longest and hasattr(processor, "image_grid_pinpoints"):
         processor.image_grid_pinpoints = vision.limited_pinpoints(config, longest)
     cache = cache_dir() / "images" if spec.optimizations.image_cache else None
