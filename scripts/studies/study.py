@@ -157,10 +157,15 @@ def keep(source: Path, target: Path, own: str = "") -> None:
             kept.write_text(path.read_text("utf-8").replace(own or f"{source}/", "").replace(f"{ROOT}/", ""), "utf-8")
 
 
-def place(run: Path) -> str:
+def commit_and_card(run: Path) -> str:
     """Return the commit and the card of a run."""
     known = read_json(run / "machine.json")
     return f"{machine.short(known['ftbench']['commit'])[:8]}, {first_gpu(known)['uuid'][:12]}"
+
+
+def commits_and_cards(places: Sequence[str]) -> str:
+    """Return a sentence that names the commits and cards of runs, or an empty string if nothing ran."""
+    return f" Commits and cards: {'; '.join(dict.fromkeys(places))}." if places else ""
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

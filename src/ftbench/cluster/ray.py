@@ -33,19 +33,18 @@ _THREADS = "OMP_NUM_THREADS"
 
 def slots(on: str, spec: Experiment) -> tuple[Sequence[RaySlot], dict[str, Any]]:
     """Return (slots, content of a node's machine.json). A slot has the GPUs of a run or, without GPUs, is a node."""
-    ray = _connect(on)
+    ray, per_run = _connect(on), spec.launch.gpus
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus, cpus = ([int(node[kind]) for node in nodes if node.get(kind, 0) >= 1] for kind in ("GPU", "CPU"))
     if not cpus:
         raise MissingError(f"--on {on}: no node of this cluster offers a GPU or a CPU")
-    each = spec.launch.gpus
-    needs = {"num_gpus": each, "num_cpus": 1} if gpus else {"num_gpus": 0, "num_cpus": min(cpus)}
+    needs = {"num_gpus": per_run, "num_cpus": 1} if gpus else {"num_gpus": 0, "num_cpus": min(cpus)}
     try:
         task = ray.remote(remote.describe).options(**needs, max_retries=0)
         described = ray.get(task.remote(spec.model_dump(mode="json")), timeout=_DESCRIBE_S)
     except Exception as error:  # noqa: BLE001 - any reason why a node does not answer
         raise MissingError(f"--on {on}: no node is free (`ray status`) or can run ftbench: {_reason(error)}") from None
-    shared, count = max(gpus, default=1) > each, sum(number // each for number in gpus) or len(cpus)
+    shared, count = max(gpus, default=1) > per_run, sum(number // per_run for number in gpus) or len(cpus)
     return [RaySlot(f"Ray {n + 1}", needs, runner.gpu_name(described), shared) for n in range(count)], described
 
 

@@ -67,7 +67,7 @@ class MemoryCache:
 
 
 def _largest_within(most: int, spare: Callable[[int], float]) -> int:
-    """Return the largest batch up to `most` with spare memory, or 0. Use the secant method, after ten sizes bisect."""
+    """Return the largest batch up to `most` with `spare(batch) >= 0` GiB, or 0: ten secant steps, then bisection."""
     low, high, size, last, tries = 0, most + 1, 1, (0, inf), 0
     while high - low > 1:
         left, tries = spare(size), tries + 1

@@ -82,10 +82,13 @@ class ParityPlan(Grid):
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
         """Return a job to start now, or None. A job that reads saved weights follows their run and takes as long."""
-        jobs, now = {each.run.run_id: each for each in self.standings}, self.standings
-        return super().next(
-            lambda job: has_time(of := jobs.get(job.spec.measure.weights_of, job)) and (of is job or now[of].done)
-        )
+        jobs = {each.run.run_id: each for each in self.standings}
+
+        def is_ready(job: Job) -> bool:
+            source = jobs.get(job.spec.measure.weights_of, job)
+            return has_time(source) and (source is job or self.standings[source].done)
+
+        return super().next(is_ready)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 

@@ -172,10 +172,8 @@ def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple
             continue
         samples.append(sample)
     _check_count(spec, len(rows), len(samples), too_long, cut_images)
-    skipped = [
-        (empty, "that cannot be used"),
-        (too_long, f"with the {_CUT[spec.objective.prompts]} beyond max_length {dataset.max_length}"),
-    ]
+    beyond = f"with the {_CUT[spec.objective.prompts]} beyond max_length {dataset.max_length}"
+    skipped = ((empty, "that cannot be used"), (too_long, beyond))
     return samples, [f"skipped {some(count, 'row')} of {dataset.name} {why}" for count, why in skipped if count]
 
 

@@ -87,9 +87,9 @@ def export(dataset: Dataset, out: Path, most: int, pairs: bool = False) -> None:
             try:
                 parsed = row_example(dataset, rows[index], format_name, rows.where(index))
             except DataError:
-                if file.tell() or index != indices[-1]:
-                    continue
-                raise
+                if index == indices[-1] and file.tell() == 0:
+                    raise
+                continue
             file.write(json.dumps(_exported(parsed), ensure_ascii=False) + "\n")
     out.with_suffix(".count").write_text(json.dumps({"rows": len(rows), "format": format_name}))
 

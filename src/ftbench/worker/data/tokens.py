@@ -107,12 +107,12 @@ def name_errors(where: str) -> Iterator[None]:
 
 
 def render(tokenizer: Any, messages: Sequence[dict[str, Any]], answer: bool = False) -> str:
-    """Return the dialogue as text. If `answer` is True, add the generation prompt."""
-    if getattr(tokenizer, "takes_parts", False):  # templates of LLaVA drop a content that is not a list of parts
-        texts = [[{"type": "text", "text": each["content"]}] for each in messages]
-        pairs = zip(messages, texts, strict=True)
-        messages = [each | ({"content": text} if isinstance(each["content"], str) else {}) for each, text in pairs]
-    # Chat templates that print the current date then always give the same tokens.
+    """Return the dialogue as text, with a fixed date where templates print it. `answer`: add a generation prompt."""
+    if getattr(tokenizer, "takes_parts", False):  # templates of LLaVA read only lists of parts
+        messages = [
+            each | ({"content": [{"type": "text", "text": text}]} if isinstance(text := each["content"], str) else {})
+            for each in messages
+        ]
     options = {"tokenize": False, "add_generation_prompt": answer, "strftime_now": date(2025, 1, 1).strftime}
     return str(tokenizer.apply_chat_template(list(messages), **options))
 
