@@ -79,6 +79,15 @@ def test_direction_and_norm_are_those_of_the_tensors(tmp_path):
     assert errors["steps"] == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
+def test_second_moments_are_compared_as_without_clipping(tmp_path):
+    """Clipping makes both second moments equal here. Without clipping, the second would be twice the first."""
+    clipped = {"settings": np.array(json.dumps({"max_grad_norm": ["0.5"]}))}
+    good, other = kept(tmp_path / "good", **clipped), kept(tmp_path / "other", gradient=lambda a: 2 * a, **clipped)
+    errors = {row[1]: row[4] for row in agreement(good, other)["tensors"]}
+    assert errors["moment"] == pytest.approx(np.log(2), abs=1e-6)
+    assert errors["steps"] == pytest.approx(0.0, abs=1e-6)
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "folder", "missing"])
 def test_unreadable_files_are_reported(tmp_path, damage):
     good, other = kept(tmp_path / "good"), kept(tmp_path / "other")

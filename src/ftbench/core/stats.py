@@ -99,9 +99,7 @@ def _order_statistic(n: int, confidence: float) -> tuple[int, float]:
 def drift(times: Sequence[float]) -> float | None:
     """Return `median(last third) / median(first third) - 1` of step times: +0.05 means 5 % slower."""
     third = len(times) // 3
-    if third < 5:
-        return None
-    return statistics.median(times[-third:]) / statistics.median(times[:third]) - 1
+    return None if third < 5 else statistics.median(times[-third:]) / statistics.median(times[:third]) - 1
 
 
 def median_error(values: Sequence[float]) -> float | None:

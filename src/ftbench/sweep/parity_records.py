@@ -47,10 +47,8 @@ def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
     order = [list(side["samples"].argsort(kind="stable")) for side in (a, b)]
     for index, point in enumerate(POINTS):
         for at, when in enumerate(("before", "after")):
-            pair = [
-                list(map(float, side["losses"][2 * index + at][places]))
-                for side, places in zip((a, b), order, strict=True)
-            ]
+            pair = [list(map(float, side["losses"][2 * index + at][places]))
+                    for side, places in zip((a, b), order, strict=True)]  # fmt: skip
             if all(map(math.isfinite, (*pair[0], *pair[1]))):
                 made["losses"][f"{point} {when}"] = pair
             else:
@@ -83,6 +81,7 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
     places = {name: index for index, name in enumerate(b["names"])}
     norms = a["gradient"][point][:, 0]
     floor = NO_GRADIENT * float(sorted(norms[norms > 0])[int((norms > 0).sum()) // 2]) if (norms > 0).any() else 0.0
+    clipping = math.log(_clip(b, point) / _clip(a, point))
     dead: dict[str, list[str]] = {}
     rows: list[list[Any]] = []
     for index, name in enumerate(a["names"]):
@@ -100,9 +99,16 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
             elif not math.isfinite(direction):
                 dead.setdefault(f"a {what} that is not finite", []).append(name)
             else:
-                rows.append([change, name, direction, math.log(y[0] / x[0])])
+                rows.append([change, name, direction, math.log(y[0] / x[0]) - clipping * (change == "moment")])
     return [f"{_few(list(dict.fromkeys(names)))} {'have' if len(names) > 1 else 'has'} {what}"
             for what, names in dead.items()], rows  # fmt: skip
+
+
+def _clip(side: dict[str, Any], point: int) -> float:
+    """Return the factor of gradient clipping, computed from the recorded norms of all gradients."""
+    largest = float(json.loads(str(side["settings"])).get("max_grad_norm", ["0"])[0])
+    total = math.hypot(*map(float, side["gradient"][point][:, 0]))
+    return largest / total if 0 < largest < total < math.inf else 1.0
 
 
 def _few(names: list[str]) -> str:

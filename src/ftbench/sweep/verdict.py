@@ -21,6 +21,7 @@ EVERY, PLAIN, EIGHT_BIT = "all tensors", "plain bfloat16", "8-bit products"
 LEVELS = ("forward", "gradient", "training")
 FACTOR = 2.0  # times the error of plain bfloat16, for a mean over samples or a median over tensors
 ONE_TENSOR = 4.0  # times the largest error of plain bfloat16, for the error of a single tensor
+CLIPPING = 2.0**-7  # clipping in bfloat16 rounds the norm of all gradients and the factor, each by at most 2**-8
 SPREAD = 4.0  # least ratio of the loss that training removes and the spread between seeds, which sets the margin
 LEARNED = 0.05  # allowed difference of held-out losses, as a share of the loss that training removes
 
@@ -135,8 +136,7 @@ def training(
     number, interval = max(abs(low), abs(high)), f"held-out loss differs by {low:+.3g} to {high:+.3g} nats (90 %)"
     if number <= margin:
         return LevelResult("training", PASS, interval, number, margin)
-    outside = low > margin or high < -margin
-    if outside:
+    if low > margin or high < -margin:
         return LevelResult("training", FAIL, interval, number, margin)
     middle = abs(low + high) / 2  # a wide interval does not show that a control is damaged
     more = ", which neither shows nor excludes a difference: use more seeds or steps"
@@ -171,19 +171,22 @@ def _result(level: str, checks: Sequence[_Check], unit: str) -> LevelResult:
 def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> list[_Check]:
     """Return (name, error, limit) of each tensor, and of the medians over each layer, each module and all tensors.
 
-    A weight change is not checked if plain bfloat16 rounds it to zero."""
-    names = kinds(spec)
+    A weight change is not checked if plain bfloat16 rounds it to zero. Clipping multiplies all second moments by one
+    factor. If gradients have 16 bits, the rounding of this factor is added to the limits of second moments."""
+    names, in_16_bits = kinds(spec), spec.method.name == "full" and spec.model.dtype != "float32"
     errors, allowed = _errors(record), [_errors(other) for other in rounding]
     checks = []
     for (point, change, what), recorded in errors.items():
         known = [other.get((point, change, what), {}) for other in allowed]
         tensors = {name: error for name, error in recorded.items() if not known or any(name in each for each in known)}
         limits = _limits(names, allowed, point, change, what)
+        rounded = CLIPPING if (change, what) == ("moment", "norm") and in_16_bits else 0.0
         text = f"{CHANGES[change]} {what} at {point} weights"
         for group, members in _groups(tensors).items():
             median = _median(tensors[name] for name in members)
-            checks.append(_Check(f"{group}: median {text}", median, limits.of_median(members)))
-        checks += [_Check(f"{name}: {text}", error, limits.of_tensor()) for name, error in tensors.items()]
+            checks.append(_Check(f"{group}: median {text}", median, limits.of_median(members) + rounded))
+        limit = limits.of_tensor() + rounded
+        checks += [_Check(f"{name}: {text}", error, limit) for name, error in tensors.items()]
     return checks
 
 

@@ -27,9 +27,7 @@ def tail(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
 
 def final_norm_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the peak bytes of the final norm's backward pass: five float32 input copies minus the freed output."""
-    if plan.norms_keep_inputs:
-        return 0.0
-    return float((5 * FLOAT - plan.stream) * model.hidden * batch.tokens)
+    return 0.0 if plan.norms_keep_inputs else float((5 * FLOAT - plan.stream) * model.hidden * batch.tokens)
 
 
 def head_cast(model: ModelShape, plan: TrainingPlan) -> float:

@@ -40,9 +40,7 @@ def weights(model: ModelShape, plan: TrainingPlan) -> float:
     else:
         eight = linear if plan.fp8 and not plan.full else 0
         total = (model.total - eight) * plan.weight + 2 * eight + fused(model, plan)
-    if not plan.streamed:
-        return total
-    return total - on_host(model, plan) + buffers(model, plan)
+    return total - on_host(model, plan) + buffers(model, plan) if plan.streamed else total
 
 
 def buffers(model: ModelShape, plan: TrainingPlan) -> float:

@@ -202,9 +202,7 @@ class Pixels:
         return self._cache / f"{hashlib.sha256(f'{self._settings} {picture.key}'.encode()).hexdigest()}.npy"
 
     def _pixels(self, picture: Picture) -> np.ndarray:
-        if self._cache is None:
-            return self.process(picture)
-        return np.load(self._path(picture), mmap_mode="r")
+        return self.process(picture) if self._cache is None else np.load(self._path(picture), mmap_mode="r")
 
     def batch(self, pictures: Sequence[Picture], rows: Mapping[str, np.ndarray], tiles: int = 0) -> dict[str, Any]:
         """Return the image inputs for a batch. `rows` are its token inputs. Pad each image to at least `tiles` tiles.

@@ -77,6 +77,7 @@ class Levels(TrainerCallback):
                                 for n, p in self._parameters.items()})  # fmt: skip
         groups = optimizer.param_groups
         self._settings = {name: sorted({str(_plain(group.get(name))) for group in groups}) for name in SETTINGS}
+        self._settings["max_grad_norm"] = [str(float(args.max_grad_norm or 0))]
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -168,9 +169,8 @@ def _only(row: dict[str, Any], sample: int | None) -> dict[str, Any]:
 def _moment(state: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
     """Return the square root of Adam's second moment. Return zeros if the moment is missing or in 8 bits."""
     kept: Any = state.get("exp_avg_sq")
-    return (
-        kept.float().sqrt() if type(kept) is torch.Tensor and kept.is_floating_point() else torch.zeros_like(parameter)
-    )
+    known = type(kept) is torch.Tensor and kept.is_floating_point()
+    return kept.float().sqrt() if known else torch.zeros_like(parameter)
 
 
 def _plain(value: Any) -> Any:
