@@ -509,7 +509,7 @@ def test_the_range_of_unsloth_packing_ends_at_most_one_percent_before_its_run() 
     memory = estimate_memory(packed, gpu)
     for tier in ("allocated", "reserved", "device"):
         band = getattr(memory, tier)
-        assert band.low <= summary["memory_gb"][f"{tier}_peak"] <= 1.01 * band.high, tier
+        assert band.low <= summary["memory_gb"][f"{tier}_peak"] <= band.high * (1.01 if tier == "reserved" else 1), tier
     time = estimate_duration(packed, gpu)
     assert time.step_s.low <= summary["step_time_s"]["mean"] <= time.step_s.high
 

@@ -99,9 +99,7 @@ def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
 def example(row: dict[str, Any], format_name: str, prompt: str = "") -> Example:
     """Convert a row to an Example. `prompt` is the default question about an image. Raise BadRow if the row cannot be
     used."""
-    if format_name == "image-text":
-        return _image_text(row, prompt)
-    return _FORMATS[format_name](row)
+    return _image_text(row, prompt) if format_name == "image-text" else _FORMATS[format_name](row)
 
 
 def _alpaca(row: dict[str, Any]) -> Example:
