@@ -11,7 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-SITTING, BETWEEN_RUNS = 0.02, 0.0025  # standard deviations of the logarithm of a speed
+SITTING, BETWEEN_RUNS = 0.02, 0.0015  # standard deviations of the logarithm of a speed
 CONTENDED_HOST, FEWEST_STEPS = 0.5, 5
 SHORT = "with fewer than 5 steady steps"  # estimates use these runs if their steps agree
 
