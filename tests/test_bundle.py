@@ -156,6 +156,15 @@ def test_folder_without_runs_is_an_error(tmp_path, name):
     assert not (tmp_path / "x.tar.zst").exists()
 
 
+def test_existing_file_is_kept_without_force(runs, tmp_path):
+    archive = tmp_path / "h100.tar.zst"
+    archive.write_text("the runs of another machine")
+    done = command("bundle", runs, "-o", archive)
+    assert (done.returncode, archive.read_text()) == (2, "the runs of another machine")
+    assert "the file exists; add --force to overwrite it" in done.stderr
+    assert command("bundle", runs, "-o", archive, "--force").returncode == 0
+
+
 # --- secrets ---------------------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,7 @@ FULL = ("method=full", "model.weights=random")
         (["launch.python=/usr/bin/python3"], 2, "launch.python is the interpreter of another framework: leave it out"),
         ([SWIFT, PYTHON, "optimizations.packing=on"], 2, "optimizations.packing is not supported by"),
         ([SWIFT, PYTHON, "measure.save_adapter=on"], 2, "measure.save_adapter needs trl"),
+        ([SWIFT, PYTHON, "dataset.eval_samples=8"], 2, "measure.eval needs trl: set it to off"),
         (["launch.framework=llamafactory", PYTHON, "launch.gpus=2"], 2, "launch.framework llamafactory supports none"),
         (["launch.settings=best"], 2, "leave it out, or use `recipe: fastest` with trl"),
         ([SWIFT, PYTHON, "train.optimizer=adamw_torchao_8bit"], 2, "supports adamw_torch, adamw_torch_fused"),

@@ -331,6 +331,15 @@ def test_answer_at_another_length_is_the_answer_to_a_question_about_it(tmp_path,
         assert (way_words(best.spec), best.spec.train) == (way_words(direct.spec), direct.spec.train)
 
 
+def test_the_command_has_no_value_that_the_recipe_sets(tmp_path):
+    sets = spec_sets(None, None, None, 600, 20_000)
+    request = requests.RecommendRequest(Path("Qwen/Qwen3-8B"), sets, "5090", store=tmp_path)
+    command = requests.command_of(request, requests.answer(request))
+    assert "--recipe fastest-fp8" in command
+    assert not [key for key in ("precision", "optimizer", "cuda_graph") if key in command]
+    assert "optimizations.triton_kernels=on" in command  # auto is off on a card without measurements
+
+
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("prices"))
 CARDS = ",".join(gpu.name for gpu in gpus()[:20])
 

@@ -181,6 +181,12 @@ def test_recipe_is_not_compared_with_itself_over_more_samples(tmp_path):
     assert "plain is the only recipe" in first.partition("<title>")[2].partition("</title>")[0]
 
 
+def test_saved_weights_of_a_parity_check_are_not_another_recipe(tmp_path):
+    make_run(tmp_path, "a", steps(30, 1.0, seed=1), spec={"measure.keep_weights": True})
+    make_run(tmp_path, "b", steps(30, 1.0, seed=2), spec={"measure.keep_weights": False})
+    assert "keep weights" not in words(tmp_path)
+
+
 def test_answer_lists_another_rank_and_optimizer(tmp_path):
     make_run(tmp_path, "a", steps(seed=1), spec={"method.rank": 64})
     changed = {"method.rank": 8, "train.optimizer": "adamw_bnb_8bit", "optimizations.compile": True}

@@ -42,6 +42,7 @@ def test_contended_run_is_not_judged(against):
     code, out = against([run(seed=1)], [busy])
     assert code == 0
     assert "it shared the machine with other work (contended)" in out
+    assert "0 of 1 regressed by more than 5.0 %; the speed of 1 was not compared\n" in out
 
 
 def test_earlier_run_with_the_same_power_limit_is_preferred(against):

@@ -79,11 +79,14 @@ def show(
 
 @command()
 def bundle(
-    paths: Runs, output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: x.tar.zst")]
+    paths: Runs,
+    output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: x.tar.zst")],
+    force: Overwrite = False,
 ) -> None:
     """Pack runs into one file for other people. The file does not contain weights, adapters, logs or secrets."""
     from ftbench.store.bundle import make
 
+    check_output(output, force)
     made = make(paths, output)
     for path in made.left_out:
         log(f"skipped a run that is still running: {path}")
@@ -99,8 +102,7 @@ def verify(
     from ftbench.store import verify as command
 
     checked = command.verify(bundle)
-    document = dataclasses.asdict(checked)
-    emit(document if as_json else command.as_text(checked, bundle))
+    emit(dataclasses.asdict(checked) if as_json else command.as_text(checked, bundle))
     raise typer.Exit(1 if checked.problems else 0)
 
 

@@ -164,8 +164,7 @@ def check_output(output: Path | None, force: bool) -> None:
 
     if output is None or not output_file(output).is_file() or force:
         return
-    can_ask = sys.stdin.isatty() and sys.stderr.isatty()
-    if not (can_ask and typer.confirm(f"{output} exists. Overwrite it?", err=True)):
+    if not (sys.stdin.isatty() and sys.stderr.isatty() and typer.confirm(f"{output} exists. Overwrite it?", err=True)):
         raise SpecError(f"-o {output}: the file exists; add --force to overwrite it, or name another file")
 
 

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from ftbench.core.stats import CONFIDENCE, median_error, t_quantile
 
 UNPROVEN = ("dataset.hash", "dataset.order_hash")  # settings that count as different if both runs lack them
-# Standard deviation of log(rate) between runs of one spec on one GPU, used if no spec was repeated. It was fitted to the
-# repeated specs in results/ (tests/core/test_compare.py).
+# Standard deviation of log(rate) between runs of one spec on one GPU, used if no spec was repeated. It was fitted to
+# the repeated specs in results/ (tests/core/test_compare.py).
 TYPICAL_SPREAD = 0.0015
 # Weight of a known spread in degrees of freedom. Spreads of specs range from 0.004 to 13 %. Chance explains
 # a similar range for the variances of two runs (tests/core/test_compare.py).

@@ -106,7 +106,7 @@ def incompatibilities(spec: Experiment) -> list[str]:
         "control": spec.measure.control != "off",
         "save_adapter": spec.measure.save_adapter and launch.framework != "megatron",
     }  # fmt: skip
-    problems += [f"measure.{name} needs trl: leave it out, or use trl" for name, on in measured.items() if on]
+    problems += [f"measure.{name} needs trl: set it to off, or use trl" for name, on in measured.items() if on]
     if framework.own_loop and launch.settings != "plain":
         problems.append(f"launch.settings {launch.settings}: {who} has no other settings here: leave it out")
     if framework.own_loop and "float16" in (spec.model.dtype, {"fp16": "float16"}.get(train.precision)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from ftbench.estimate.memory.largest_batch import with_batch
@@ -71,29 +72,33 @@ def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Itera
 
 
 def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
-    """Yield the spec with the method, optimizations and optimizer of each shipped recipe.
+    """Yield the spec with the method, optimizations, optimizer and precision of each shipped recipe. If a recipe has
+    `triton_kernels: auto`, also yield it with ftbench's kernels, because auto is off on cards without measurements.
+    Also yield recipes with `precision: auto`, because old cards lack bf16.
 
-    The precision and the method options, such as the LoRA rank, come from the spec. With `equal_lengths`, packing is
-    off, except in recipes with a CUDA graph."""
+    The method options, such as the LoRA rank, come from the spec, and so does a precision other than auto. With
+    `equal_lengths`, packing is off, except in recipes with a CUDA graph."""
     unpacked = {"packing": False, "attention": "auto"}
     for shipped in shipped_recipes().values():
         method = shipped.get("method", {})
         name = method.get("name", spec.method.name)
         if name not in methods or name == "unsloth":
             continue
-        chosen = next(_variants(spec, name))
-        train = {key: value for key, value in shipped.get("train", {}).items() if key == "optimizer"}
+        chosen, train, own = next(_variants(spec, name)), shipped["train"], spec.train.precision
         on = shipped["optimizations"] | _for_images(spec)
         if on.get("image_cache") and not spec.dataset.may_have_images:
             continue  # a recipe for images
         on = {**on, **unpacked} if equal_lengths and on["packing"] and on["cuda_graph"] is not True else on
-        yield spec.model_copy(
-            update={
-                "method": type(chosen).model_validate({**chosen.model_dump(), **method}),
-                "optimizations": Optimizations.model_validate(on),
-                "train": spec.train.model_copy(update=train),
-            }
-        )
+        kernels = dict.fromkeys((on["triton_kernels"], on["triton_kernels"] and True))
+        precisions = dict.fromkeys((train.get("precision", own) if own == "auto" else own, own))
+        for triton, precision in product(kernels, precisions):
+            yield spec.model_copy(
+                update={
+                    "method": type(chosen).model_validate({**chosen.model_dump(), **method}),
+                    "optimizations": Optimizations.model_validate({**on, "triton_kernels": triton}),
+                    "train": spec.train.model_copy(update={"optimizer": train["optimizer"], "precision": precision}),
+                }
+            )
 
 
 def _for_images(spec: Experiment) -> dict[str, Any]:

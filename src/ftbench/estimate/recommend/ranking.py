@@ -103,14 +103,13 @@ def recommend(goal: Goal, memory_cache: MemoryCache | None = None) -> Recommenda
         raise SpecError(*unrated.values())
     methods = goal.methods or (("full",) if goal.spec.method.name == "full" else ADAPTERS)
     equal = len(set(goal.history.lengths(goal.spec).values)) == 1
-    memory_cache, reasons = memory_cache or MemoryCache(), Counter[str]()
-    tried, considered = list[Option | str](), 0
+    memory_cache, reasons, tried = memory_cache or MemoryCache(), Counter[str](), list[Option | str]()
     shared = [launch for count in goal.counts for launch in launches(goal.spec, count)]
     singles = ways(on_gpus(goal.spec, 1, "none"), methods, equal)
     seen = set[tuple[object, ...]]()
     for way in (single.on(launch) for single in singles for launch in shared):
         for gpu in goal.gpus:
-            known, considered = len(seen), considered + 1
+            known = len(seen)
             on = resolve(with_batch(way.spec, 1, 1), capability_of(gpu))
             seen.add((gpu.name, on.method, on.optimizations, on.train, on.launch))
             if len(seen) > known:  # otherwise the variant equals an earlier one after `auto` was resolved
@@ -120,8 +119,7 @@ def recommend(goal: Goal, memory_cache: MemoryCache | None = None) -> Recommenda
     reasons.update(limit[0] for option in fitting if (limit := _missed(option, goal)))
     kept = sorted((option for option in fitting if not _missed(option, goal)), key=lambda each: rank(each, goal))
     closest, missed = _closest(fitting, goal) if fitting and not kept else (None, "")
-    ruled_out = dict(reasons.most_common())
-    return Recommendation(goal, tuple(kept), closest, missed, ruled_out, considered)
+    return Recommendation(goal, tuple(kept), closest, missed, dict(reasons.most_common()), len(tried))
 
 
 def _refused(way: Way, gpu: Gpu, unrated: Mapping[Gpu, str]) -> str | None:
@@ -260,7 +258,6 @@ def as_runnable(option: Option, goal: Goal) -> Experiment:
     spec = option.spec
     name = f"{goal.spec.name[:75]}-best"
     steps = max(1, math.ceil(goal.samples / option.duration.samples))
-    data = spec.dataset
-    if spec.train.max_steps is None and data.samples is not None and goal.samples == epochs_samples(spec, 0):
+    if spec.train.max_steps is None and spec.dataset.samples is not None and goal.samples == epochs_samples(spec, 0):
         return spec.model_copy(update={"name": name})
     return spec.model_copy(update={"name": name, "train": spec.train.model_copy(update={"max_steps": steps})})

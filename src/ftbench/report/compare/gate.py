@@ -21,9 +21,8 @@ _SIDE = "runs"  # the compared key, with the values `earlier` and `new`
 
 def limit_of(text: str) -> float:
     """Convert a share such as `5%`, `5 %` or `0.05` to a number. Raise SpecError for other text."""
-    number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
     try:
-        limit = float(number) / (100 if percent else 1)
+        limit = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
     except ValueError:
         limit = -1.0
     if not 0 <= limit < 1:
@@ -55,7 +54,9 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> tuple[Se
     notes = [f"{_ids(pair.cell)}: {regressed[_ids(pair.cell)]}" for pair in pairs if _ids(pair.cell) in regressed]
     notes += [f"{reason}: {_ids(cell)} ({cell.name} on {cell.facts['gpu']})"
               for reason, cells in missing.items() for cell in cells if id(cell) not in paired]  # fmt: skip
+    unknown = sum(not pair.speed and _ids(pair.cell) not in regressed for pair in pairs)
     verdict = f"{len(regressed)} of {len(pairs)} regressed by more than {units.percent(limit)}"
+    verdict += f"; the speed of {unknown} was not compared" if unknown else ""
     table = replace(section.table, context={"against earlier runs:": verdict}, notes=[*notes, *section.table.notes])
     return replace(section, key="gate", title="Against earlier runs", table=table), regressed
 
@@ -70,8 +71,7 @@ def _ids(cell: Cell) -> str:
 
 def _nearest(cell: Cell, candidates: Sequence[Cell]) -> Cell:
     """Return the candidate that is most similar to `cell`: first by tokens, then by power limit, then by card."""
-    keys = (DATA, LIMIT, CARD)
-    return max(candidates, key=lambda other: [other.facts.get(key) == cell.facts.get(key) for key in keys])
+    return max(candidates, key=lambda other: [other.facts.get(k) == cell.facts.get(k) for k in (DATA, LIMIT, CARD)])
 
 
 def _regressed(pair: Pair, limit: float) -> list[str]:
@@ -86,6 +86,5 @@ def _regressed(pair: Pair, limit: float) -> list[str]:
         unsure = "" if pair.speed.high is not None else ", the noise is unknown"
         reasons.append(f"slower: {change(pair.speed).removesuffix(' ?')}{unsure}")
     if pair.memory and pair.memory.value > 1 + limit:
-        gib = [units.gibibytes(side.figure(PEAK)) for side in (before, cell)]
-        reasons.append(f"more memory: {gib[0]} → {gib[1]} GiB")
+        reasons.append(f"more memory: {' → '.join(units.gibibytes(side.figure(PEAK)) for side in (before, cell))} GiB")
     return reasons

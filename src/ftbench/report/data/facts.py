@@ -22,7 +22,7 @@ _KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes"
                    "micro_batches", "schedule", "split")  # fmt: skip
 # Keys that do not change the result.
 _IGNORED = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
-            "measure.profile_steps", "imported.file", "imported.sha256"}  # fmt: skip
+            "measure.profile_steps", "measure.keep_weights", "imported.file", "imported.sha256"}  # fmt: skip
 LIMIT, CARD, COMMIT = "power limit", "card", "commit"
 REWARD = "applied.reward_sha256"  # hashes of the files with reward functions
 _MIN_SHARE = 0.05  # smallest share of the bytes of all weights
