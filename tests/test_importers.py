@@ -117,6 +117,13 @@ def test_other_file_is_refused_and_creates_nothing(tmp_path, text, said):
     assert not (tmp_path / "out").exists()
 
 
+def test_without_step_times_the_bottleneck_is_unknown(ftbench, tmp_path):
+    file = tmp_path / "trainer_state.json"
+    file.write_text(json.dumps({"log_history": [{"loss": 2.0, "step": 1}, {"loss": 1.5, "step": 2}], "max_steps": 2}))
+    run, _ = imported(file, tmp_path, gpu="cpu")
+    assert "verdict: the bottleneck is unknown: " in ftbench("show", run.path)[1]
+
+
 def test_implausible_numbers_of_a_trainer_state_are_unknown(tmp_path):
     history = [{"step": i, "loss": 2.0, "grad_norm": math.nan, "epoch": 10**400, "eval_runtime": math.inf}
                for i in range(1, 6)]  # fmt: skip

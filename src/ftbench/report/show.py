@@ -112,7 +112,7 @@ def _verdict(summary: Mapping[str, Any]) -> str:
         return f"{bound['verdict']}: {reworded(bound.get('why') or '')}"
     wait = bound.get("data_wait")
     waited = "" if wait is None else f"; {units.percent(wait)} of the time is spent waiting for batches"
-    if summary.get("gpu"):
+    if summary.get("gpu") or not summary.get("step_time_s"):
         return f"the bottleneck is unknown: {bound.get('why') or 'no step was measured'}{waited}"
     return f"limited by the CPU's arithmetic{waited}. Speed and memory of a GPU differ."
 
