@@ -187,6 +187,14 @@ def test_saved_weights_of_a_parity_check_are_not_another_recipe(tmp_path):
     assert "keep weights" not in words(tmp_path)
 
 
+def test_without_plain_the_slowest_recipe_with_the_most_runs_is_the_baseline(tmp_path):
+    for name, seconds, repeats in (("compile", 1.0, 2), ("fused_lora", 2.0, 2), ("packing", 3.0, 1)):
+        for at in range(repeats):
+            make_run(tmp_path, f"{name}-r{at + 1}", steps(30, seconds, seed=at), spec={f"optimizations.{name}": True})
+    document = json.loads(report(Request([tmp_path], "json")).text)
+    assert {record["baseline"] for record in document["answer"]["records"]} == {"lora with fused lora"}
+
+
 def test_answer_lists_another_rank_and_optimizer(tmp_path):
     make_run(tmp_path, "a", steps(seed=1), spec={"method.rank": 64})
     changed = {"method.rank": 8, "train.optimizer": "adamw_bnb_8bit", "optimizations.compile": True}

@@ -268,9 +268,9 @@ def _interval(record: Mapping[str, Any]) -> str:
 
 def _records(ranking: Ranking) -> list[dict[str, Any]]:
     """Return one flat dict per recipe, the fastest first. The recipes are compared with `plain`. If `plain` is missing,
-    they are compared with the slowest recipe."""
-    baseline, listed = ranking.plain or ranking.best[-1], ranking.best[:_MOST_ROWS]
-    records = []
+    they are compared with the slowest of the recipes that have the most runs."""
+    slowest = max(reversed(ranking.best), key=lambda cell: len(cell.runs))
+    baseline, listed, records = ranking.plain or slowest, ranking.best[:_MOST_ROWS], list[dict[str, Any]]()
     for cell in listed if baseline in listed else [*listed, baseline]:
         ratio = None if cell is baseline else ranking.against(baseline, cell).speed
         ends = cell.speed_interval() or (None, None)
