@@ -245,8 +245,9 @@ def as_text(rows: Sequence[LeftOut]) -> str:
     steps, inside = len({same_step(row.run) for row in rows}), sum(row.is_inside for row in rows)
     return "\n".join([*lines, "", (
         f"The table has {units.some(len(rows), 'run')} and {units.some(steps, 'different step')} (combinations of "
-        f"settings and GPU). Each estimate excludes runs of the same step. The mean error is {percent(mean)}, and the "
-        f"largest error is {percent(worst)}. {inside} of {len(rows)} runs are inside the range of their estimate."
+        f"settings and GPU). Each estimate excludes runs of the same step. The mean error of the steps is "
+        f"{percent(mean)}, and the largest error is {percent(worst)}. "
+        f"{inside} of {len(rows)} runs are inside the range of their estimate."
     )]) + "\n"  # fmt: skip
 
 
