@@ -173,10 +173,11 @@ def test_experts_get_adapters_on_request(train_here, model, targets):
         (
             "tiny/qwen3-moe",
             {"targets": ["gate_proj", "up_proj", "down_proj"]},
-            "only fused experts: set method",
+            "are not linear layers: set method.experts to on",
         ),
         ("tiny/qwen3", {"experts": True}, "method.experts"),
-        ("tiny/qwen3", {"targets": ["nonsense_proj"]}, "nonsense_proj"),
+        ("tiny/qwen3", {"targets": ["nonsense_proj"]}, "^method.targets: .*nonsense_proj"),
+        ("tiny/qwen3-moe", {"targets": ["experts"]}, "^method.targets: .* is not supported"),
     ],
 )
 def test_unusable_targets_are_rejected(train_here, model, method, message):

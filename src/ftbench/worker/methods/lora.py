@@ -30,7 +30,7 @@ def adapt(model: Any, spec: Experiment) -> Any:
         )
         model = get_peft_model(model, config)
     except ValueError as error:
-        raise SpecError(f"method {method.name}: {str(error).strip().splitlines()[0]}") from None
+        raise SpecError(f"method.targets: {' '.join(str(error).split())}") from None
     for name, parameter in model.named_parameters():
         if getattr(method, part_of(name), "") == "full":
             parameter.requires_grad_(True)
@@ -58,8 +58,8 @@ def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
         return given
     if not config.target_modules and not method.experts:
         raise SpecError(
-            f"method {method.name}: the targets {', '.join(given)} are only fused experts: set method.experts to on, "
-            "or use other targets"
+            f"method.targets: {', '.join(given)} are not linear layers: set method.experts to on (only for fused "
+            "experts), or use other targets"
         )
     return sorted(config.target_modules)
 

@@ -71,7 +71,7 @@ def adapt(model: Any, spec: Experiment) -> Any:
             **experts,
         )
     except ValueError as error:
-        raise SpecError(f"method unsloth: {str(error).strip().splitlines()[0]}") from None
+        raise SpecError(f"method.targets: {' '.join(str(error).split())}") from None
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
