@@ -499,7 +499,7 @@ def test_both_estimates_train_what_a_committed_run_trained() -> None:
         assert trainable_shape(run).model.total + live["trainable"] == live["total"]
 
 
-def test_the_range_of_unsloth_packing_ends_at_most_one_percent_before_its_run() -> None:
+def test_the_range_of_unsloth_packing_ends_at_most_half_a_percent_before_its_run() -> None:
     """Ranges contain nine of ten runs. The reserved memory of this run is 0.2 % above its range."""
     (run,) = find_runs(Path("results/h200/headline-first/short-equal/qwen3-8b-unsloth-b1-7884f9c165af-r1"))
     values, summary = json.loads(run.spec_json.read_text()), json.loads(run.summary.read_text())
@@ -508,8 +508,8 @@ def test_the_range_of_unsloth_packing_ends_at_most_one_percent_before_its_run() 
     assert gpu is not None
     memory = estimate_memory(packed, gpu)
     for tier in ("allocated", "reserved", "device"):
-        band = getattr(memory, tier)
-        assert band.low <= summary["memory_gb"][f"{tier}_peak"] <= band.high * (1.01 if tier == "reserved" else 1), tier
+        band, peak = getattr(memory, tier), summary["memory_gb"][f"{tier}_peak"]
+        assert band.low <= peak <= band.high * (1.005 if tier == "reserved" else 1), tier
     time = estimate_duration(packed, gpu)
     assert time.step_s.low <= summary["step_time_s"]["mean"] <= time.step_s.high
 

@@ -89,8 +89,8 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
         if on.get("image_cache") and not spec.dataset.may_have_images:
             continue  # a recipe for images
         on = {**on, **unpacked} if equal_lengths and on["packing"] and on["cuda_graph"] is not True else on
-        kernels = dict.fromkeys((on["triton_kernels"], on["triton_kernels"] and True))
-        precisions = dict.fromkeys((train.get("precision", own) if own == "auto" else own, own))
+        kernels = ["auto", True] if on["triton_kernels"] == "auto" else [on["triton_kernels"]]
+        precisions = [train.get("precision", own), own] if own == "auto" else [own]  # `ways` omits duplicates
         for triton, precision in product(kernels, precisions):
             yield spec.model_copy(
                 update={

@@ -103,19 +103,18 @@ def recommend(goal: Goal, memory_cache: MemoryCache | None = None) -> Recommenda
         raise SpecError(*unrated.values())
     methods = goal.methods or (("full",) if goal.spec.method.name == "full" else ADAPTERS)
     equal = len(set(goal.history.lengths(goal.spec).values)) == 1
-    memory_cache, reasons, tried = memory_cache or MemoryCache(), Counter[str](), list[Option | str]()
+    memory_cache, reasons = memory_cache or MemoryCache(), Counter[str]()
+    tried = dict[tuple[object, ...], Option | str]()
     shared = [launch for count in goal.counts for launch in launches(goal.spec, count)]
     singles = ways(on_gpus(goal.spec, 1, "none"), methods, equal)
-    seen = set[tuple[object, ...]]()
     for way in (single.on(launch) for single in singles for launch in shared):
         for gpu in goal.gpus:
-            known = len(seen)
             on = resolve(with_batch(way.spec, 1, 1), capability_of(gpu))
-            seen.add((gpu.name, on.method, on.optimizations, on.train, on.launch))
-            if len(seen) > known:  # otherwise the variant equals an earlier one after `auto` was resolved
-                tried.append(_refused(way, gpu, unrated) or _best_batch(way, on, gpu, goal, memory_cache))
-    reasons.update(outcome for outcome in tried if isinstance(outcome, str))
-    fitting = [outcome for outcome in tried if isinstance(outcome, Option)]
+            key = (gpu.name, on.method, on.optimizations, on.train, on.launch)
+            if key not in tried:  # otherwise the variant equals an earlier one after `auto` was resolved
+                tried[key] = _refused(way, gpu, unrated) or _best_batch(way, on, gpu, goal, memory_cache)
+    reasons.update(outcome for outcome in tried.values() if isinstance(outcome, str))
+    fitting = [outcome for outcome in tried.values() if isinstance(outcome, Option)]
     reasons.update(limit[0] for option in fitting if (limit := _missed(option, goal)))
     kept = sorted((option for option in fitting if not _missed(option, goal)), key=lambda each: rank(each, goal))
     closest, missed = _closest(fitting, goal) if fitting and not kept else (None, "")
