@@ -145,7 +145,7 @@ def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
         files = [recipe_file(value, folder).absolute() for value in values]
         names = tuple(file.stem if file.parent == FOLDER else str(file) for file in files)
         return Axis(key, names, tuple(SpecLayer(where, recipe(name, folder)) for name in names))
-    if not all(parts) or parts[0] in _NO_AXES or parts[0] not in Experiment.model_fields:
+    if not all(parts) or len(parts) > 2 or parts[0] in _NO_AXES or parts[0] not in Experiment.model_fields:
         sections = [name for name in Experiment.model_fields if name not in _NO_AXES]
         raise SpecError(
             f"{origin}: {shown(key)} cannot be an axis{nearest(parts[0], sections)} (an axis is a key of the spec: "
