@@ -105,10 +105,10 @@ def test_circular_extends_is_an_error(files, circle):
         load(folder / "a.yaml")
 
 
-@pytest.mark.parametrize("text", ["train.batch_size", "=3", "train..x=3", ".a=1", ""])
+@pytest.mark.parametrize("text", ["train.batch_size", "=3", "train..x=3", ".a=1", "dataset.columns.a=b", ""])
 def test_malformed_set_shows_the_syntax(problems, text):
     (message,) = problems(MODEL, text)
-    assert message == f"--set {text}: write it as key.sub=value, for example train.batch_size=8"
+    assert message.startswith(f"--set {text}: write it as key.sub=value, for example train.batch_size=8 or ")
 
 
 # --- changing method, dataset or model -------------------------------------------------------------------------------
@@ -332,6 +332,30 @@ def test_gpu_settings_need_a_gpu(spec, text, key):
     (message,) = machine_incompatibilities(spec(text), None)
     assert message.startswith(key)
     assert machine_incompatibilities(spec(text), HOPPER) == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_varlen_needs_the_gpus_of_flash_attention(spec, precision):
+    found = spec(f"optimizations: {{attention: varlen, packing: on}}\ntrain: {{precision: {precision}}}")
+    (message,) = machine_incompatibilities(found, (7, 5))
+    assert message == "optimizations.attention varlen needs compute capability 8.0: set it to sdpa"
+    assert machine_incompatibilities(found, AMPERE) == []
+
+
+@pytest.mark.parametrize("capability", [None, (7, 5), HOPPER])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_auto_compute_dtype_is_that_of_the_model(spec, capability, dtype):
+    assert resolve(spec("method: qlora", f"model.dtype={dtype}"), capability).method.compute_dtype == dtype
+
+
+def test_mxfp4_with_an_explicit_dtype_works_after_resolve(spec):
+    found = spec("method: {name: qlora, quant_type: mxfp4}", "model=openai/gpt-oss-20b", "model.dtype=bfloat16")
+    assert incompatibilities(resolve(found, None)) == []
+
+
+def test_longest_first_is_kept_with_another_dataset(files):
+    path = files(spec="model: a/b\ndataset: {name: sample, longest_first: on}\n") / "spec.yaml"
+    assert load(path, ["dataset=alpaca"]).dataset.longest_first
 
 
 # --- gpt-oss ---------------------------------------------------------------------------------------------------------

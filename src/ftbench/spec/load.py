@@ -25,7 +25,7 @@ SHORT_FORMS = {"model": "id", "method": "name", "objective": "name", "dataset": 
 KINDS: dict[str, dict[str, Any]] = {"method": {"lora": METHODS["lora"], **METHODS}, "objective": {**OBJECTIVES}}
 PATHS = (("model", "path"), ("dataset", "path"))
 # If a later layer names another dataset, these keys are kept, because they describe the training.
-_DATASET_KEEPS = ("samples", "max_length", "seed", "eval_samples", "loss_on")
+_DATASET_KEEPS = ("samples", "max_length", "seed", "eval_samples", "loss_on", "longest_first")
 RESOLVED = "spec.json"  # the file with the resolved spec, in the directory of a run
 # Folder of the shipped recipes. Each recipe sets the optimizer and every optimization.
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
@@ -180,12 +180,14 @@ def shipped_recipes() -> dict[str, dict[str, Any]]:
 def set_layer(text: str) -> SpecLayer:
     key, equals, value = text.partition("=")
     parts, origin = key.strip().split("."), f"--set {shortened(text)}"
-    if not equals or not all(parts):
-        raise SpecError(f"{origin}: write it as key.sub=value, for example train.batch_size=8")
-    if parts == ["extends"]:
-        raise SpecError(f"{origin}: `extends` only works in a file: give that file instead, or set recipe=fastest")
     if parts[0] == "sweep":
         raise SpecError(f"{origin}: axes of a sweep are set with `ftbench sweep --axis key=value,value`")
+    if not equals or not all(parts) or len(parts) > 2:
+        raise SpecError(
+            f"{origin}: write it as key.sub=value, for example train.batch_size=8 or dataset.columns={{prompt: ask}}"
+        )
+    if parts == ["extends"]:
+        raise SpecError(f"{origin}: `extends` only works in a file: give that file instead, or set recipe=fastest")
     written = parse_value(value)
     keys = recipe(written, Path()) if parts == ["recipe"] else expand(nested(parts, written), Path())
     return SpecLayer(origin, keys)
