@@ -548,3 +548,16 @@ def test_the_printed_command_keeps_the_order_of_a_recipe_and_other_settings(spec
     found = load(spec_file, sets)
     typed = typed_spec(shlex.split(run_command(spec_file, sets, found))[2:])
     assert (typed.method, typed.train, typed.optimizations) == (found.method, found.train, found.optimizations)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "method", "refused"),
+    [("H100 SXM5", "full", "set model.dtype to float32"), ("T4", "lora", "attention varlen")],
+)
+def test_options_with_fp16_can_run_after_auto_is_resolved(gpu, method, refused):
+    model = {"id": "Qwen/Qwen3-0.6B", "weights": "random"}
+    found = ask(gpu, spec={"model": model, "method": {"name": method}, "train": {"precision": "fp16"}})
+    assert any(refused in reason for reason in found.ruled_out)
+    for option in found.options:
+        on = resolve(option.spec, capability_of(option.gpu))
+        assert [*incompatibilities(on), *machine_incompatibilities(on, capability_of(option.gpu))] == []

@@ -143,7 +143,7 @@ def _best_batch(way: Way, resolved: Experiment, gpu: Gpu, goal: Goal, memory_cac
         return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {_location(way.spec, gpu)}"
     sizes = sizes if goal.objective == "memory" else sizes[:2]  # a larger batch is rarely slower
     pairs = [(size, effective // size if effective else 1) for size in sizes]
-    if pairs[0][1] > 1 and (refused := incompatibilities(with_batch(way.spec, *pairs[0]))):
+    if refused := incompatibilities(resolve(with_batch(way.spec, *pairs[0]), capability_of(gpu))):
         return f"cannot work: {refused[0]}"  # for example a CUDA graph with gradient accumulation
     tried = [resolve(with_batch(way.spec, *pair), capability_of(gpu)) for pair in pairs]  # accumulation: no CUDA graph
     options = [_option(each, gpu, goal, memory_cache) for each in tried]

@@ -38,7 +38,7 @@ def _attention_on_machine(spec: Experiment, capability: Capability) -> Iterator[
     kernel = spec.optimizations.attention
     if kernel in (*_FLASH, "varlen") and capability is None:
         yield f"optimizations.attention {kernel} needs a GPU: set it to sdpa"
-    elif capability is not None and kernel == "flash_attention_2" and capability < (8, 0):
+    elif capability is not None and kernel in ("flash_attention_2", "varlen") and capability < (8, 0):
         yield f"optimizations.attention {kernel} needs compute capability 8.0: set it to sdpa"
     elif capability is not None and kernel == "flash_attention_3" and capability != (9, 0):
         yield "optimizations.attention flash_attention_3 is for Hopper GPUs (9.0): set it to sdpa or flash_attention_2"
