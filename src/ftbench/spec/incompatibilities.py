@@ -116,7 +116,7 @@ def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, 
     if spec.train.precision == "auto":
         made["train.precision"] = "bf16" if half else "fp32", where
     if getattr(spec.method, "compute_dtype", None) == "auto":
-        made["method.compute_dtype"] = dtype, where
+        made["method.compute_dtype"] = made.get("model.dtype", (spec.model.dtype, "like model.dtype"))
     why = compute.kernels_left_out(spec, capability) or "the model family and the GPU are supported"
     for name, value in compute.kernels_decided(spec, capability).items():
         if value != getattr(spec.optimizations, name):
