@@ -121,3 +121,12 @@ def test_unsloth_loader_matches_the_model(cache, monkeypatch, name, by):
     unsloth = methods.load("unsloth")
     unsloth.adapt(unsloth.load(spec, source), spec)
     assert asked == [(by, source), (by, 14 if by == "FastVisionModel" else 7)]
+
+
+@pytest.mark.parametrize("model", ["tiny/llava-next", "tiny/qwen2.5-vl"])
+def test_targets_may_be_the_ends_of_names(train_here, model):
+    def trained(*targets):
+        run = train_here(model={"id": model}, method={"targets": targets}, **TEXT)
+        return read_json(run.applied)["parameters"]["trainable"]
+
+    assert trained("self_attn.q_proj") == trained("q_proj") == 2 * trained("layers.0.self_attn.q_proj")

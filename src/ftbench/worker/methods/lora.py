@@ -70,14 +70,11 @@ def _targets_by_part(model: Any, method: Any) -> list[str]:
     In the language model, these are the target layers of the spec. If the spec also requests adapters in the encoder or
     the projector, add all linear layers of this part.
     """
-    names = []
+    names, targets = [], ("",) if method.targets == "all-linear" else tuple(f".{each}" for each in method.targets)
     for name, module in model.named_modules():
-        part, own = part_of(name), name.rpartition(".")[2]
-        if part == "language":
-            wanted = own in method.targets or (method.targets == "all-linear" and own != "lm_head")
-        else:
-            wanted = getattr(method, part) == "lora"
-        if wanted and isinstance(module, torch.nn.Linear):
+        part = part_of(name)
+        wanted = f".{name}".endswith(targets) if part == "language" else getattr(method, part) == "lora"
+        if wanted and isinstance(module, torch.nn.Linear) and not (targets == ("",) and name.endswith("lm_head")):
             names.append(name)
     return names
 
