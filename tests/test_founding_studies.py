@@ -7,6 +7,8 @@ import runpy
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +73,27 @@ def test_a_finished_cell_is_not_repeated_and_only_small_files_are_kept(tmp_path,
     kept = {path.name for path in (tmp_path / "kept").rglob("*") if path.is_file()}
     assert {"summary.json", "steps.csv", "state.json"} <= kept <= set(study.KEPT)
     assert str(tmp_path) not in "".join(path.read_text() for path in (tmp_path / "kept").rglob("*.json"))
+
+
+def test_cells_run_side_by_side_on_all_gpus_with_their_own_share_of_the_cpus(tmp_path, monkeypatch):
+    cells, seen, mine = TEXT["CELLS"][:6], [], threading.local()
+
+    def run(self, cell, needed, left):
+        time.sleep(0.05)
+        seen.append((cell.name, cell.gpu, mine.cpus))
+        (self.out / cell.name / "r1").mkdir(parents=True)
+        write_json(self.out / cell.name / "r1/state.json", {"state": "ok"})
+        return "ok"
+
+    monkeypatch.setattr(study.machine, "gpus", lambda count: [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}])
+    monkeypatch.setattr(study.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(study.os, "sched_setaffinity", lambda _, cpus: setattr(mine, "cpus", tuple(cpus)))
+    monkeypatch.setattr(study.Study, "_run", run)
+    assert study.SideBySide(tmp_path, 60).run(cells) == 0
+    assert sorted(name for name, _, _ in seen) == sorted(cell.name for cell in cells)
+    assert {(gpu, cpus) for _, gpu, cpus in seen} == {("GPU-a", (0, 1)), ("GPU-b", (2, 3))}
+    assert study.SideBySide(tmp_path, 60).run(cells) == 0
+    assert len(seen) == len(cells)
 
 
 def test_a_whole_run_counts_the_first_steps_as_they_were_and_the_rest_at_the_steady_rate(tmp_path):

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
 
@@ -137,6 +137,31 @@ class Study:
         for path in folder.glob("*") if folder.is_dir() and not self.tiny else ():
             if shutil.disk_usage(folder).free < 1.05e9 * cell.weights_gb and path not in self.weights(cell.model):
                 shutil.rmtree(path, ignore_errors=True)  # does nothing for a file
+
+
+class SideBySide(Study):
+    """Runs cells on all GPUs at once. Each GPU takes the next missing cell, and its runs use an equal share of the CPUs.
+
+    Without these shares, the threads of the runs delay each other: steps took 1.3 times as long on four GPUs. A cell
+    imports its libraries while another one uses the GPU.
+    """
+
+    def run(self, cells: list[Cell], rounds: int = 1) -> int:
+        gpus = [gpu["uuid"] for gpu in machine.gpus(count=16)]
+        if len(gpus) < 2:
+            return super().run(cells, rounds)
+        minutes, cpus, waiting = self.left_s / 60, sorted(os.sched_getaffinity(0)), iter(cells)
+        share, studies = len(cpus) // len(gpus), [Study(self.out, minutes, self.tiny, jobs=2) for _ in gpus]
+
+        def work(worker: int) -> None:
+            number = worker % len(gpus)
+            os.sched_setaffinity(0, cpus[number * share : (number + 1) * share])  # of this thread and its processes
+            for cell in waiting:
+                studies[number]._missing(1, replace(cell, gpu=gpus[number]))
+
+        with ThreadPoolExecutor(2 * len(gpus)) as pool:
+            list(pool.map(work, range(2 * len(gpus))))
+        return sum(not cell.runs(self.out) for cell in cells)
 
 
 def card() -> str:
