@@ -17,7 +17,9 @@ from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.data.collate import Collator, counting
 from ftbench.worker.data.tokens import IGNORE
-from ftbench.worker.methods import unsloth
+from ftbench.spec.methods import PROJECTIONS
+from ftbench.worker.methods import lora, unsloth
+from ftbench.worker.model import random_weights
 
 ROWS = [
     {"input_ids": np.arange(5, 12), "labels": np.array([IGNORE, IGNORE, *range(7, 12)]), "lengths": np.array([7])},
@@ -62,6 +64,37 @@ def test_each_step_has_the_loss_of_plain_lora(tmp_path, cache, monkeypatch):
         assert (two.real_tokens, two.label_tokens, two.samples) == (one.real_tokens, one.label_tokens, one.samples)
         assert two.padded_tokens == two.real_tokens
     assert len({read_json(run.applied)["dataset"]["order_hash"] for run in (plain, other)}) == 1
+
+
+@pytest.mark.parametrize(("model", "experts", "targets"), [
+    ("tiny/gpt-oss", False, ["q_proj", "k_proj", "v_proj", "o_proj"]), ("tiny/gpt-oss", True, [*PROJECTIONS]),
+    ("tiny/qwen3", False, [*PROJECTIONS]),
+])  # fmt: skip
+def test_unsloth_gets_adapters_on_experts_only_if_the_spec_requests_them(cache, monkeypatch, model, experts, targets):
+    asked = {}
+    loader = SimpleNamespace(get_peft_model=lambda model, **options: asked.update(options))
+    monkeypatch.setattr(unsloth, "_loader", lambda config: loader)
+    spec = spec_of(model={"id": model}, method={"name": "unsloth", "experts": experts})
+    loaded = lora.load(spec_of(model={"id": model}), str(random_weights.materialise(spec.model)))
+    unsloth.adapt(loaded, spec)
+    assert asked["target_modules"] == targets
+    assert bool(asked["target_parameters"]) == experts
+    for path, module in loaded.named_modules():
+        if experts and path.endswith("mlp.experts"):
+            module.down_proj = type("Mxfp4ExpertParam", (torch.nn.Parameter,), {})(module.down_proj.data)
+    asked.clear()
+    unsloth.adapt(loaded, spec)
+    assert ("target_parameters" not in asked) == experts
+
+
+def test_adapters_on_experts_that_the_spec_does_not_request_are_an_error(cache):
+    changes = {"model": {"id": "tiny/gpt-oss"}, "method": {"name": "lora", "experts": True}}
+    spec = spec_of(**changes)
+    model = lora.adapt(lora.load(spec, str(random_weights.materialise(spec.model))), spec)
+    found = [unsloth.verify(model, spec_of(model=changes["model"], method={"name": "unsloth", "experts": experts}))
+             for experts in (False, True)]  # fmt: skip
+    message = "method.experts is off, but the experts have adapters"
+    assert [message in problems for problems in found] == [True, False]
 
 
 def forward_of(graphs, graph_shapes, graphs_off):

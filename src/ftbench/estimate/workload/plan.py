@@ -20,7 +20,7 @@ DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
 class EarlierUnsloth(Unsloth):
-    """unsloth as of November 2025, which computes the experts of gpt-oss one by one, without adapters on experts."""
+    """unsloth as of November 2025, which computes the experts of gpt-oss one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +217,7 @@ def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozens
         names = names & {name.rsplit(".", 1)[-1] for name in method.targets}
     if not model.has_experts:
         return names
-    return (names - _MLP) | ({"experts"} if method.experts or adapts_experts(method, model) else set())
-
-
-def adapts_experts(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
-    """Return whether unsloth adds LoRA to fused experts: the targets name MLP layers (get_moe_target_parameters)."""
-    if not isinstance(method, Unsloth) or isinstance(method, EarlierUnsloth) or model.family != "gpt_oss":
-        return False
-    return method.targets == "all-linear" or bool(_MLP & {name.rsplit(".", 1)[-1] for name in method.targets})
+    return (names - _MLP) | ({"experts"} if method.experts else set())
 
 
 def _checkpointing(spec: Experiment) -> Checkpointing:

@@ -55,16 +55,25 @@ def _checkpointing(method: Any) -> bool | str:
 
 
 def adapt(model: Any, spec: Experiment) -> Any:
-    """Return the model with adapters and unsloth's fused functions. Raise SpecError if a target does not exist."""
+    """Return the model with adapters and unsloth's fused functions. Raise SpecError if a target does not exist.
+
+    By default, unsloth adapts experts if gate_proj, up_proj or down_proj is a target. `method.experts` decides here."""
     method: Any = spec.method
-    experts = {"target_parameters": lora.expert_parameters(model)} if method.experts else {}
+    targets, experts = lora.linear_targets(model, spec), {}
+    if not method.experts:
+        experts = {"target_parameters": []}  # None means that unsloth decides
+        linear = {name.split(".")[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+        if not isinstance(targets, str):  # unsloth reports targets that do not exist
+            targets = [target for target in targets if target.split(".")[-1] in linear] or targets
+    elif not _packed(model):
+        experts = {"target_parameters": lora.expert_parameters(model)}
     try:
         return _loader(model.config).get_peft_model(
             model,
             r=method.rank,
             lora_alpha=method.alpha,
             lora_dropout=method.dropout,
-            target_modules=lora.linear_targets(model, spec),
+            target_modules=targets,
             use_gradient_checkpointing=_checkpointing(method),
             random_state=method.random_state,
             max_seq_length=spec.dataset.max_length,
@@ -79,11 +88,17 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     method: Any = spec.method
     problems = lora.verify(model, spec)
     kinds = {type(module).__name__ for module in model.modules()}
-    in_4_bits = "Linear4bit" in kinds or any(type(p).__name__ == PACKED for p in model.parameters())
+    in_4_bits = "Linear4bit" in kinds or _packed(model)
     problems += mismatches({"method.load_in_4bit": (method.load_in_4bit, in_4_bits)})
+    if not method.experts and any(".experts." in name and "lora_" in name for name, _ in model.named_parameters()):
+        problems.append("method.experts is off, but the experts have adapters")
     if not any(_functions(model).values()):
         problems.append("method unsloth: no layer uses unsloth's functions")
     return problems
+
+
+def _packed(model: Any) -> bool:
+    return any(type(parameter).__name__ == PACKED for parameter in model.parameters())
 
 
 def batches_itself(spec: Experiment, pixels: Any) -> bool:
