@@ -363,3 +363,20 @@ def test_print_contains_every_figure(browser, page_file, tmp_path):
     assert (tmp_path / "page.pdf").stat().st_size > 20_000
     assert page.eval_on_selector_all(".figure > svg", "all => all.every(svg => svg.clientWidth <= 680)")
     page.close()
+
+
+def test_costs_sort_by_amount(browser, tmp_path):
+    for batch, speed in ((1, 0.5), (2, 0.2), (4, 3.0)):
+        made(tmp_path / "runs", "lora", batch, steps=12, speed=speed)
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("H200 SXM: {rent: {per_hour: 3.6, currency: USD, date: 2026-01-02, source: a shop}}\n")
+    path = tmp_path / "report.html"
+    path.write_text(report(Request([tmp_path / "runs"], "html", prices=prices)).text, "utf-8")
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    page.get_by_role("button", name="1k samples", exact=True).click()
+    place = page.locator("#runs thead th").all_inner_texts().index("1k samples")
+    cells = [row.locator("td").nth(place).inner_text() for row in page.locator("#runs tbody tr").all()]
+    shown = [float(text.split()[0]) for text in cells]
+    assert shown == sorted(shown) == [pytest.approx(0.0996), 0.498, 0.747]
+    page.close()

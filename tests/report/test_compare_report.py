@@ -636,3 +636,33 @@ def test_baseline_with_the_same_power_limit_and_tokens_is_preferred(tmp_path, ke
     make_run(tmp_path, "c", steps(seconds=1.1, seed=3), spec=method("qlora"), **{key: other})
     (pair,) = compare(runs_of(collect([tmp_path])), "method", "lora").pairs
     assert pair.baseline.runs[0].run_id == "b"
+
+
+def test_ratio_of_first_steps_fits_the_seconds_that_are_shown():
+    from types import SimpleNamespace
+
+    from ftbench.core.compare import ratio_of_runs
+    from ftbench.report.compare.words import first_step_of
+
+    sides = [SimpleNamespace(first_steps=lambda values=values: {"warm": values})
+             for values in ([16.6, 6.6, 6.7], [16.3, 8.0, 7.4])]  # fmt: skip
+    seconds = [first_step_of(side)["first_step_s_warm"] for side in sides]
+    ratio = ratio_of_runs(*(side.first_steps()["warm"] for side in sides))
+    assert seconds[1] / seconds[0] == pytest.approx(ratio.value)
+
+
+def test_compared_key_keeps_its_column_beside_a_key_with_the_same_end(ftbench, tmp_path):
+    seeds = [(1, 7), (2, 7), (1, 8), (2, 8)]
+    for number, (train, data) in enumerate(seeds):
+        make_run(tmp_path, f"r{number}", steps(seed=number), spec={"train.seed": train, "dataset.seed": data})
+    out = ftbench("report", tmp_path, "--compare", "train.seed")[1]
+    heading = next(line for line in out.splitlines() if line.startswith("#"))
+    assert {"train.seed", "dataset.seed"} <= set(heading.split())
+
+
+def test_unknown_is_no_baseline(ftbench, tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seed=2), spec={"method.rank": 64})
+    make_run(tmp_path, "c", steps(seed=3), spec={"method": {"name": "full"}})
+    code, _, err = ftbench("report", tmp_path, "--compare", "method.rank", "--baseline", "unknown")
+    assert (code, "not one of 8, 64" in err) == (2, True)

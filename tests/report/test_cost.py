@@ -19,6 +19,7 @@ from ftbench.spec.prices import Price, hourly_costs, load_prices
 from ftbench.store import rundir, summary
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter
+from made_runs import make_run, steps
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "prices-example.yaml"
 RENT = "rent: {per_hour: 3.6, currency: USD, date: 2026-01-02, source: a shop}"
@@ -250,3 +251,23 @@ def test_price_file_errors_are_reported_together(tmp_path):
     assert done.stderr.count("\n") == 4
     assert "Traceback" not in done.stderr
     assert report(tmp_path / "runs", "--prices", tmp_path / "none.yaml").returncode == 2
+
+
+def test_cost_of_a_run_without_files_of_its_ranks_counts_every_gpu(ftbench, tmp_path):
+    make_run(tmp_path, "a", steps(seed=1), spec={"launch.gpus": 2, "launch.strategy": "ddp"})
+    file = tmp_path / "prices.yaml"
+    file.write_text("H200 SXM: {rent: {per_hour: 3.6, currency: USD, date: 2026-01-02, source: a shop}}\n")
+    said = json.loads(ftbench("report", tmp_path / "made", "--prices", file, "--format", "json")[1])
+    assert said["runs"][0]["cost.rent.per_hour"] == said["cost"]["records"][0]["per_hour"] == 7.2
+
+
+def test_table_of_runs_has_the_cost_of_rented_and_of_owned_gpus(ftbench, tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seed=2), machine={"gpu.name": "NVIDIA GB10"})
+    file, dated = tmp_path / "prices.yaml", "currency: USD, date: 2026-01-02, source: a shop"
+    file.write_text(
+        f"H200 SXM: {{rent: {{per_hour: 3.6, {dated}}}}}\n"
+        f"NVIDIA GB10: {{owned: {{price: 4700, lifetime_years: 4, utilisation: 0.5, {dated}}}}}\n"
+    )
+    out = ftbench("report", tmp_path / "made", "--prices", file)[1].partition("COST")[0]
+    assert out.count(" USD") == 2

@@ -192,3 +192,12 @@ def test_failed_repeat_fails_if_no_earlier_repeat_failed(against, before, code):
     broken = {"state": "error", "reason": "a kernel broke"}
     old = [run(seed=1), run(seed=2, state=before)]
     assert against(old, [run(seed=3), run(seed=4, state=broken)])[0] == code
+
+
+def test_gate_shows_the_number_of_runs_and_the_side(ftbench, tmp_path):
+    for side, count in (("old", 2), ("new", 3)):
+        for repeat in range(count):
+            make_run(tmp_path / side, f"a-r{repeat}", steps(seed=f"{side}{repeat}"))
+    out = ftbench("report", tmp_path / "new", "--against", tmp_path / "old")[1]
+    heading = next(line for line in out.splitlines() if line.startswith("#"))
+    assert {"runs", "side"} <= set(heading.split())

@@ -143,7 +143,7 @@ def test_cold_and_warm_first_steps_have_no_mean(tmp_path):
     make_run(tmp_path, "plain", steps(seed=9, first=2.0))
     found = compare(runs_of(collect([tmp_path])), "optimization")
     (pair,) = found.pairs
-    assert words.first_step_text(pair.cell) == "40.0 s cold, 7.00 s warm"
+    assert words.first_step_text(pair.cell) == "40.0 s cold, 6.93 s warm"
     assert pair.first_step["cold"].value == pytest.approx(20)
     assert pair.first_step["warm"].value == pytest.approx(3.5, rel=0.02)
     assert pair.cell.pace().start_s == pytest.approx(39, rel=0.01)

@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 
 from ftbench.core.table import folded, text_table
-from ftbench.report import build, formats, runs_table
+from ftbench.report import build, formats, runs_table, select
 from made_runs import MAX_Q, OOM, RESULTS, make_run, method, steps
 
 WIDTHS = (80, 120, 160)
@@ -227,3 +227,30 @@ def test_where_does_not_match_the_end_of_another_method(ftbench, tmp_path):
     out = ftbench("report", tmp_path, "--where", "method!=lora", "--format", "csv")[1]
     assert {row["run_id"] for row in csv.DictReader(io.StringIO(out))} == {"a", "b"}
     assert ftbench("report", tmp_path, "--where", "method=lora")[0] == 2
+
+
+@pytest.mark.parametrize("wanted", ["=true", "=True", "!=false", "=on"])
+def test_where_reads_switches_of_records(ftbench, tmp_path, wanted):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seed=2), spec={"measure.share_gpu": True})
+    records = [{"path": str(tmp_path / "made" / name), "state": "ok", "model": "m", "weights": "", "gpu": None,
+                "optimizations": [], "method": "lora", "batch_size": 1, "contention.contended": name == "b"}
+               for name in "ab"]  # fmt: skip
+    assert [each["path"][-1] for each in select.matching(records, [f"contention.contended{wanted}"])] == ["b"]
+
+
+@pytest.mark.parametrize("option", ["energy.joules_per_1k_samples", "-model_tflops", "hfu"])
+def test_sort_by_a_field_puts_the_best_first(ftbench, tmp_path, option):
+    make_run(tmp_path, "a", steps(seed=1, seconds=2.0))
+    make_run(tmp_path, "b", steps(seed=2), spec={"method.rank": 16})
+    out = ftbench("report", tmp_path, f"--sort={option}", "--format", "csv")[1]
+    assert "".join(row["run_id"] for row in csv.DictReader(io.StringIO(out))) == ("ab" if option[0] == "-" else "ba")
+
+
+def test_headings_of_varying_keys_select_and_sort(ftbench, tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seed=2), spec={"dataset.seed": 5, "objective": {"name": "dpo", "beta": 0.1}})
+    assert {"seed", "objective"} <= set(heading_of(ftbench("report", tmp_path)[1]).split())
+    for condition in ("seed=5", "objective=dpo"):
+        out = ftbench("report", tmp_path, "--where", condition, "--format", "csv")[1]
+        assert [row["run_id"] for row in csv.DictReader(io.StringIO(out))] == ["b"]

@@ -80,11 +80,10 @@ def _figures(records: Sequence[Record]) -> dict[str, list[str]]:
 
 def _costs(records: Sequence[Record]) -> dict[str, list[str]]:
     """Return a column with the cost of 1,000 samples on rented GPUs, or on owned GPUs if the rent is unknown."""
-    for way in ("rent", "owned"):
-        prices, currency = f"cost.{way}.per_1k_samples", f"cost.{way}.currency"
-        if any(record.get(prices) is not None for record in records):
-            return {"1k samples": [units.money(record.get(prices), record.get(currency) or "") for record in records]}
-    return {}
+    names = [(f"cost.{way}.per_1k_samples", f"cost.{way}.currency") for way in ("rent", "owned")]
+    costs = [next((units.money(record[price], record[currency]) for price, currency in names
+                   if record.get(price) is not None), "") for record in records]  # fmt: skip
+    return {"1k samples": costs} if any(costs) else {}
 
 
 def _batches(records: Sequence[Record]) -> list[str]:

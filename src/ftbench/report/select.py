@@ -23,7 +23,7 @@ _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
 _SWITCHES = {"true": "on", "false": "off", "yes": "on", "no": "off"}
 _MOST_VALUES = 12  # most values that a message lists
 _ALIASES = {"speed": "tokens/s", "memory": "peak gib", "time": "step"}  # other words that users type for a heading
-_FAST = {column.source for column in FIGURES if column.more_is_better}
+_FAST = {column.source for column in FIGURES if column.more_is_better} | {"model_tflops", "hfu", "mfu_measured"}
 
 Values = list[Any]
 
@@ -79,8 +79,10 @@ def _columns(records: Sequence[Record]) -> dict[str, tuple[Values, bool]]:
     specs = [spec_facts(RunDir(Path(record["path"]))) for record in records]
     keys = list(dict.fromkeys(key for spec in specs for key in spec))
     fields = dict.fromkeys(name for record in records for name in record)
-    columns = {_plain(name): (_of(records, name), name in _FAST or "_per_" in name) for name in fields}
-    for heading, key in [*zip(keys, keys, strict=True), *zip(headings(keys), keys, strict=True)]:
+    columns = {_plain(name): (_of(records, name), name in _FAST or "_per_s" in name) for name in fields}
+    varying = [key for key in keys if len({spec.get(key) for spec in specs}) > 1]
+    names = [*keys, *headings(keys), *headings(varying)]  # headings as in `runs_table`, where only some keys vary
+    for heading, key in zip(names, [*keys, *keys, *varying], strict=True):
         columns[_plain(heading)] = [spec.get(key) for spec in specs], False
     shown = [_shown(record, data) for record, data in zip(records, data_labels(records), strict=True)]
     columns |= {name: ([texts[name] for texts in shown], False) for name in shown[0]} if shown else {}
@@ -135,7 +137,7 @@ def _fitting(values: Values, sign: str, wanted: str) -> list[bool]:
         return [number is not None and _ORDERED[sign](number, limit) for number in numbers]
     parts = [_SWITCHES.get(_plain(part), _plain(part)) for part in wanted.split(",")]
     known = {_number(part) for part in parts} - {None}
-    texts = ["" if value is None else _plain(value) for value in values]
+    texts = ["" if value is None else _SWITCHES.get(text := _plain(value), text) for value in values]
     fits = [text in parts or number in known for text, number in zip(texts, numbers, strict=True)]
     if not any(fits):
         fits = [number is None and any(part and re.search(rf"\b{re.escape(part)}", text) for part in parts)

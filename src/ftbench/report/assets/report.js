@@ -95,8 +95,8 @@
   function sort(head) {
     const rising = head.getAttribute("aria-sort") !== "ascending";
     const known = cellsOf(head).map((cell) => {
-      const text = cell.dataset.v ?? cell.textContent;
-      return [cell.parentNode, text && Number.isFinite(Number(text)) ? Number(text) : text];
+      const text = cell.dataset.v ?? cell.textContent, number = Number(text.replace(/,(?=\d{3})| [A-Z]{3}$/g, ""));
+      return [cell.parentNode, text && Number.isFinite(number) ? number : text];
     });
     known.sort(([a, x], [b, y]) => {
       const emptyX = x === "", emptyY = y === ""; // unknown values come last in both orders

@@ -79,10 +79,10 @@ def _table(comparison: Comparison, cells: Sequence[tuple[Cell, Pair | None]], ke
     first = {"#": numbered, "name": cell_names([cell for cell, _ in cells])}
     first |= {heading: figures.pop(heading) for heading in _FIRST}
     several = {"runs": [_runs(cell) for cell, _ in cells]} if any(len(cell.runs) > 1 for cell, _ in cells) else {}
-    others = [key for key in keys if key not in _HEADING]
-    short = dict(zip(others, headings(others), strict=True))
-    axes = {_name(comparison.axis): [comparison.value(cell) for cell, _ in cells]}
-    axes |= {short.get(key) or _name(key): [_fact(key, cell) for cell, _ in cells] for key in keys}
+    others = [key for key in (comparison.axis, *keys) if key not in _HEADING]
+    short = _HEADING | dict(zip(others, headings(others), strict=True))
+    axes = {short[comparison.axis]: [comparison.value(cell) for cell, _ in cells]}
+    axes |= {short[key]: [_fact(key, cell) for cell, _ in cells] for key in keys}
     columns = {heading: texts for heading, texts in (first | figures).items() if any(texts)} | several | axes
     words = (*TEXT, *(heading for heading in axes if heading != "batch"))
     notes = [*_notes(comparison, [cell for cell, _ in cells], lists)]

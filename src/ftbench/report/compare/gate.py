@@ -16,7 +16,7 @@ from ftbench.report.data.groups import DATA, cells_of, identity, runs_of
 from ftbench.report.document import Section
 from ftbench.store.rundir import NOT_FINITE
 
-_SIDE = "runs"  # the compared key, with the values `earlier` and `new`
+_SIDE = "side"  # the compared key, with the values `earlier` and `new`
 
 
 def limit_of(text: str) -> float:

@@ -75,7 +75,7 @@ def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
     Raises:
         SpecError: the name matches no value or several.
     """
-    values = in_order(value_at(axis, cell.facts) or "unknown" for cell in cells)
+    values = in_order(value for cell in cells if (value := value_at(axis, cell.facts)))
     if named is None:
         if plain := [value for value in _UNOPTIMIZED.get(axis, ()) if value in values]:
             return plain[0]

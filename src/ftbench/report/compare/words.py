@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.compare import BreakEven, Ratio
+from ftbench.core.compare import BreakEven, Ratio, geometric_mean
 from ftbench.report.compare.pairs import Pair
 from ftbench.report.data.cells import Cell, run_of
 from ftbench.report.runs_table import MOST_NAMED
@@ -91,7 +91,7 @@ def first_step_text(cell: Cell, pair: Pair | None = None) -> str:
     for state, values in sorted(cell.first_steps().items()):
         ratio = pair.first_step.get(state) if pair else None
         changed = f" ({units.change(ratio.value - 1)})" if ratio else ""
-        seconds = units.seconds(sum(values) / len(values))
+        seconds = units.seconds(geometric_mean(values))
         parts.append(seconds + ("" if state == "none" else f" {state}") + changed)
     return ", ".join(parts)
 
@@ -107,6 +107,6 @@ def flat_ratio(name: str, ratio: Ratio | None) -> dict[str, Any]:
 
 def first_step_of(cell: Cell) -> Mapping[str, Any]:
     """Return first-step times in seconds as fields of a flat record, one field per state of the compiler's cache."""
-    seconds = {state: sum(values) / len(values) for state, values in cell.first_steps().items()}
+    seconds = {state: geometric_mean(values) for state, values in cell.first_steps().items()}
     return {"first_step_s" if state == "none" else f"first_step_s_{state.replace(' ', '_')}": seconds.get(state)
             for state in ("none", "warm", "partly warm", "cold")}  # fmt: skip

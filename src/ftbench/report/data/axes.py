@@ -226,7 +226,7 @@ def _labelled(key: str, specs: Sequence[Mapping[str, str]], labels: Sequence[str
 
 def headings(keys: Iterable[str]) -> list[str]:
     """Return the shortest unique suffix of each key: `seed`, or `train.seed` if `dataset.seed` is present too."""
-    keys = [key.removeprefix(PREFIX) for key in keys]
+    keys = [key.removeprefix(PREFIX).removesuffix(".name") for key in keys]
     counts: dict[str, int] = {}
     for key in keys:
         for end in _ends(key):

@@ -11,8 +11,9 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.hardware import canonical_name
 from ftbench.core.stats import grouped_by
-from ftbench.report.data.cells import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
+from ftbench.report.data.cells import ENERGY, SAMPLES, TOKENS, Cell, Run, gpu_of
 from ftbench.report.data.collect import Record, figure
+from ftbench.report.data.groups import runs_of
 from ftbench.report.document import Section, formatted, names_of, section
 from ftbench.spec.prices import Owned, Prices, Rent, hourly_costs
 
@@ -35,16 +36,14 @@ def _watts(figure: Figure) -> float | None:
 
 def with_costs(records: Sequence[Record], prices: Prices, hours: float) -> list[Record]:
     """Return the records with added costs: `cost.rent.*` and `cost.owned.*`, None for failed and contended runs."""
-    costs = [_costs_of_run(record, prices, hours) for record in records]
+    costs = [_costs_of_run(run, prices, hours) for run in runs_of(records)]
     empty = dict.fromkeys(name for amounts in costs for name in amounts)
     return [record | empty | amounts for record, amounts in zip(records, costs, strict=True)]
 
 
-def _costs_of_run(record: Record, prices: Prices, hours: float) -> Record:
-    if record["state"] != "ok" or record.get("contention.contended"):
-        return {}
-    gpus = int(figure(record, "ranks.count") or 1)
-    ways = _costs(partial(figure, record), gpu_of(record), gpus, prices, hours)
+def _costs_of_run(run: Run, prices: Prices, hours: float) -> Record:
+    gpu, gpus = gpu_of(run.record), int(run.spec.get("launch.gpus", "1"))
+    ways = _costs(partial(figure, run.record), gpu, gpus, prices, hours) if run.valid else ()
     return {f"cost.{way['way']}.{name}": way[name] for way in ways for name in _AMOUNTS}
 
 
