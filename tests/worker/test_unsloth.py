@@ -13,11 +13,11 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from conftest import spec_of, train_in
 from ftbench.errors import NotAppliedError
+from ftbench.spec.methods import PROJECTIONS
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.data.collate import Collator, counting
 from ftbench.worker.data.tokens import IGNORE
-from ftbench.spec.methods import PROJECTIONS
 from ftbench.worker.methods import lora, unsloth
 from ftbench.worker.model import random_weights
 

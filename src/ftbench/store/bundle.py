@@ -200,13 +200,8 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
     if manifest.get("schema") != SCHEMA:
         raise SpecError(f"{path}: has schema {manifest.get('schema')!r}, this ftbench reads {SCHEMA}; update ftbench")
     names = (each for each in folder.rglob("*") if each.is_file())
-    hashes = {each.relative_to(folder).as_posix(): _sha256(each) for each in names}
+    hashes = {each.relative_to(folder).as_posix(): hashlib.sha256(each.read_bytes()).hexdigest() for each in names}
     return manifest | {"hashes": {name: value for name, value in hashes.items() if name != MANIFEST}}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:

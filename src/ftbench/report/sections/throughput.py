@@ -46,7 +46,7 @@ def night(cells: Sequence[Cell], hours: float = 8.0) -> Section | None:
     columns = {
         "samples/h": formatted("samples_per_hour", units.rate), "start": formatted("start_s", units.seconds),
         f"samples in {hours:g} h": formatted("samples", units.count),
-        f"tokens in {hours:g} h": formatted("real_tokens", _millions),
+        f"tokens in {hours:g} h": formatted("real_tokens", lambda tokens: f"{tokens / 1e6:,.1f} M" if tokens else ""),
     }  # fmt: skip
     words = ("Samples are real tokens divided by the mean length of the data.",)
     return section("night", f"Samples per hour and in {hours:g} hours", records, columns, words)
@@ -55,10 +55,6 @@ def night(cells: Sequence[Cell], hours: float = 8.0) -> Section | None:
 def _start_s(run: Run) -> float:
     names = [f"phases_s.{name}" for name in _BEFORE]
     return sum(figure(run.record, name) or 0.0 for name in (*names, "time_to_steady_s"))
-
-
-def _millions(tokens: float | None) -> str:
-    return "" if tokens is None else f"{tokens / 1e6:,.1f} M"
 
 
 # --- several GPUs ----------------------------------------------------------------------------------------------------

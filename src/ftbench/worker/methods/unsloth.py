@@ -59,7 +59,8 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
     By default, unsloth adapts experts if gate_proj, up_proj or down_proj is a target. `method.experts` decides here."""
     method: Any = spec.method
-    targets, experts = lora.linear_targets(model, spec), {}
+    targets = lora.linear_targets(model, spec)
+    experts: dict[str, Any] = {}
     if not method.experts:
         experts = {"target_parameters": []}  # None means that unsloth decides
         linear = {name.split(".")[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
