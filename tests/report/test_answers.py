@@ -77,6 +77,15 @@ def test_one_run_per_recipe_is_likely(tmp_path, repeats, word):
     assert f"The fastest recipe is {word}2.0" in words(tmp_path)
 
 
+@pytest.mark.parametrize(("gpus", "cards"), [(1, "one card"), (2, "the same cards")])
+def test_the_answer_names_one_card_or_several(tmp_path, gpus, cards):
+    launch = {"launch.gpus": gpus, "launch.strategy": "ddp"} if gpus > 1 else {}
+    for number in range(2):
+        make_run(tmp_path, f"a{number}", steps(seed=number), spec=launch)
+        make_run(tmp_path, f"b{number}", steps(seconds=0.5, seed=10 + number), spec=launch | method("full"))
+    assert f": two rounds, {cards}, one commit." in words(tmp_path)
+
+
 @pytest.mark.parametrize(("other", "widest"), [(False, 1.01), (True, 1.07)])
 def test_interval_across_cards_has_the_spread_between_sittings(tmp_path, other, widest):
     """Within one sitting repeated runs differ by less than 1 %; another card or day adds about 2 % to each side."""

@@ -189,7 +189,8 @@ def _rounds(ranking: Ranking) -> str:
     if len(ranking.best) == 1 or most == 1:
         return ""
     words = [_NUMBERS.get(number, str(number)) for number in dict.fromkeys((least, most))]
-    return f": {' to '.join(words)} rounds, one card, one commit"
+    cards = "one card" if ranking.winner.gpus == 1 else "the same cards"
+    return f": {' to '.join(words)} rounds, {cards}, one commit"
 
 
 def _lead(ranking: Ranking) -> str:

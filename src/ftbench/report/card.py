@@ -124,4 +124,4 @@ def _model(summary: RunSummary) -> str:
         return ""
     shares = [f"MFU {units.percent(summary.mfu)}"] if summary.mfu else []
     shares += [f"{units.percent(summary.mfu_measured)} of the measured rate"] if summary.mfu_measured else []
-    return ", ".join([f"{summary.model_tflops:.3g} TFLOP/s", *shares])
+    return ", ".join([f"{units.tflops(summary.model_tflops)} TFLOP/s", *shares])
