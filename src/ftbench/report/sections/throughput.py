@@ -53,8 +53,7 @@ def night(cells: Sequence[Cell], hours: float = 8.0) -> Section | None:
 
 
 def _start_s(run: Run) -> float:
-    names = [f"phases_s.{name}" for name in _BEFORE]
-    return sum(figure(run.record, name) or 0.0 for name in (*names, "time_to_steady_s"))
+    return sum(figure(run.record, name) or 0.0 for name in ("time_to_steady_s", *(f"phases_s.{n}" for n in _BEFORE)))
 
 
 # --- several GPUs ----------------------------------------------------------------------------------------------------
