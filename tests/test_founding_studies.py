@@ -127,6 +127,7 @@ def test_the_page_of_slow_host_compares_runs_of_one_sitting_and_names_cells_with
 def test_the_page_names_the_commits_and_cards_of_its_runs(tmp_path, monkeypatch, name):
     page = STUDIES[name]
     monkeypatch.setitem(page["tables"].__globals__, "ROOT", tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     for cell, commit in zip(page["CELLS"][:2], "ab", strict=True):
         run = make_run(tmp_path, cell.name, machine={"ftbench.commit": commit * 40})
         shutil.copytree(run.path, tmp_path / f"results/h100/{name}/{cell.name}/r1")

@@ -142,8 +142,8 @@ class Study:
 class SideBySide(Study):
     """Runs cells on all GPUs at once. Each GPU takes the next missing cell and has an equal share of the CPUs.
 
-    Without these shares, the threads of the runs delay each other: steps took 1.3 times as long on four GPUs. A cell
-    imports its libraries while another one uses the GPU.
+    Without these shares, the threads of the runs delay each other. A cell imports its libraries while another one uses
+    the GPU.
     """
 
     def run(self, cells: list[Cell], rounds: int = 1) -> int:

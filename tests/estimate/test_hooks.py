@@ -65,7 +65,7 @@ def test_a_dry_run_lists_estimated_memory_and_what_does_not_fit(spec: Path, tmp_
     ready = command.prepare(asked)
     lines = dry_run(dataclasses.replace(ready, device=H200))
     assert [line.verdict for line in lines] == ["fits", "fits", "does not fit"]
-    assert [round(line.peak_gb or 0) for line in lines] == [31, 78, 263]
+    assert [round(line.peak_gb or 0) for line in lines] == [32, 78, 263]
     assert "does not fit" in as_text(lines)
     assert [line.peak_gb for line in dry_run(ready)] == [None] * 3  # no GPU here, nothing to estimate for
 

@@ -274,10 +274,10 @@ SlackBasis = dict[str, float]  # name of a constant to the GiB that it multiplie
 def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
     """Return {constant name: GiB} for tensors that may leave unused blocks in the allocator's pool.
 
-    Logits do not count if the peak is in the loss, which uses them, or with ftbench's chunked loss, whose chunks reuse
-    the same blocks. Only those temporary tensors of the optimizer count that do not fit into blocks of the backward."""
+    The logits of ftbench's chunked loss do not count, because all chunks reuse the same blocks. The optimizer's
+    temporary tensors first reuse free blocks of the backward pass, so only those in new blocks count."""
     logits = 0.0 if case.plan.loss == "chunked" else ends.logits(case.model, case.plan, case.batch)
-    transient = 0.0 if peak(named)[0] == "loss" else logits + ends.head_cast(case.model, case.plan)
+    transient = logits + ends.head_cast(case.model, case.plan)
     kinds = ("activations", "checkpoints", *(["one layer"] if case.model.vision else []))  # see founding-images.md
     acts = max(sum(parts.get(kind, 0) for kind in kinds) for parts in named.values())
     step = named["optimizer step"]["one step"]
