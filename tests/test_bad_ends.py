@@ -78,6 +78,18 @@ def test_ctrl_c_before_training_ends_at_once(tmp_path, phase):
     assert command.phase() == phase
 
 
+def test_a_signal_after_the_training_keeps_the_result(tmp_path):
+    spec = write_spec(tmp_path, **{**ENDLESS, "train": {"batch_size": 2, "max_steps": 8}})
+    with Command(spec, tmp_path / "out") as command:
+        while command.process.poll() is None and '"ok"' not in "".join(
+            path.read_text() for path in command.out.glob("*/*/state.json")
+        ):
+            pass
+        command.send(signal.SIGTERM)
+        command.finish()
+    assert command.state()["state"] == command.summary()["state"] == "ok"
+
+
 def test_a_terminated_training_process_was_interrupted(tmp_path):
     """A batch system's TERM reaches every process of a job, and the training process may be the first to end."""
     with Command(write_spec(tmp_path, **LONG_PREPARATION), tmp_path / "out") as command:

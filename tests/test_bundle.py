@@ -314,6 +314,12 @@ def test_report_reads_a_bundle_and_a_folder(bundled, tmp_path):
     }  # fmt: skip
 
 
+def test_a_bundle_of_a_bundle_has_its_runs(bundled, tmp_path):
+    made = bundle.make([bundled], tmp_path / "y.tar.zst")
+    assert made.runs == 2
+    assert (tmp_path / "y.tar.zst").read_bytes() == bundled.read_bytes()
+
+
 # --- hostile archives ------------------------------------------------------------------------------------------------
 
 

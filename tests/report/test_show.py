@@ -199,6 +199,16 @@ def test_card_of_an_imported_log_omits_unknown_values(ftbench, tmp_path):
     assert code == 0, err
     assert re.search(r"what +lora of Qwen/Qwen3-8B on H200$", out, re.MULTILINE)
     assert re.search(r"speed +14,400 samples/h$", out, re.MULTILINE)
+    assert "ftbench recommend" not in out  # its spec.json is not a spec
+
+
+def test_show_of_a_run_in_a_bundle_names_no_temporary_folder(ftbench, tmp_path):
+    make_run(tmp_path / "runs", "a", steps(**WAITING))
+    assert ftbench("bundle", tmp_path / "runs", "-o", tmp_path / "x.tar.zst")[0] == 0
+    code, out, err = ftbench("show", "1", tmp_path / "x.tar.zst", "--wide")
+    assert code == 0, err
+    assert "ftbench-bundle-" not in out
+    assert "x.tar.zst:" in out
 
 
 def test_row_names_mention_the_cpu_if_gpus_vary():

@@ -48,7 +48,7 @@ def final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
     state = rundir.read_json(run.state)
     written = state.get("state")
     rank, behind = state.get("rank"), state.pop("behind", None)
-    if ended.stop is not None:
+    if ended.stop is not None and (written, ended.code) != ("ok", 0):  # a signal after `ok` does not matter
         hung = f"; rank {rank} is behind the others: {behind}" if behind and ended.stop.state == "timeout" else ""
         state |= {"state": ended.stop.state, "reason": f"{ended.stop.reason}{hung}"}
     elif written in (None, "running") or (written == "ok" and ended.code > 0):  # a kill after `ok` does not matter

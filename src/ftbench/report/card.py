@@ -6,7 +6,7 @@ from ftbench.core import units
 from ftbench.core.rows import RunSummary
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import reworded
-from ftbench.report.data.collect import speeds
+from ftbench.report.data.collect import named_path, speeds
 from ftbench.spec.reading import as_text
 from ftbench.store.rundir import RunDir, read_json
 from ftbench.store.summary import UNKNOWN
@@ -19,7 +19,7 @@ def card(summary: RunSummary, run: RunDir) -> str:
     title = f"{summary.run_id}: {summary.state}" + (f": {summary.reason}" if summary.reason else "")
     log = "" if summary.state == "ok" else f" (log: {run.log.name})"
     warnings = [("warning", reworded(text)) for text in summary.warnings]
-    lines = [*_lines(summary), *_resolved(run), *warnings, ("files", f"{run.path}{log}")]
+    lines = [*_lines(summary), *_resolved(run), *warnings, ("files", f"{named_path(run)}{log}")]
     rows = [("", label.ljust(_LABEL), text) for label, text in lines if text]
     return f"{folded(title)}\n{text_table(['', '', ''], rows)}"
 

@@ -18,7 +18,7 @@ from ftbench.errors import FtbenchError, SpecError
 from ftbench.report.answer import rank_text
 from ftbench.report.card import card
 from ftbench.report.data import groups
-from ftbench.report.data.collect import Record, collect
+from ftbench.report.data.collect import Record, collect, named_path
 from ftbench.spec.ablation import Changes, settings, with_changes
 from ftbench.spec.base import nearest, shortened
 from ftbench.spec.experiment import Experiment
@@ -75,16 +75,15 @@ class Shown:
     def document(self) -> dict[str, Any]:
         """Return the dict that `--json` prints."""
         return {
-            "run_dir": str(self.run.path), "summary": self.summary, "verdict": self.verdict, "rank": self.rank or None,
-            "what_to_try": [dataclasses.asdict(each) for each in self.suggestions],
+            "run_dir": named_path(self.run), "summary": self.summary, "verdict": self.verdict,
+            "rank": self.rank or None, "what_to_try": [dataclasses.asdict(each) for each in self.suggestions],
         }  # fmt: skip
 
 
 def show(name: str, paths: Sequence[Path]) -> Shown:
     """Find a run by folder, id or number, and return it. Raise SpecError if no run or several runs match."""
-    folder = Path(name)
-    if RunDir(folder).state.exists():
-        return shown(RunDir(folder))
+    if RunDir(Path(name)).state.exists():
+        return shown(RunDir(Path(name)))
     record, records = _record(name, paths)
     return shown(RunDir(Path(str(record["path"]))), records)
 
@@ -93,8 +92,7 @@ def shown(run: RunDir, records: Sequence[Record] = ()) -> Shown:
     """Return a run with its verdict, its suggestions, and its rank among `records` (all runs of the report)."""
     summary = read_summary(run)
     rank = rank_text(str(run.path), groups.cells_of(groups.runs_of(records))) if records else ""
-    document = read_json(run.profile / KERNELS)
-    verdict, bound = _profile_verdict(document) if document else (_verdict(summary), None)
+    verdict, bound = _profile_verdict(file) if (file := read_json(run.profile / KERNELS)) else (_verdict(summary), None)
     return Shown(run, summary, verdict, rank, suggestions(run, {**summary, "bound": bound or summary.get("bound")}))
 
 
@@ -132,15 +130,14 @@ def _profile_verdict(document: Mapping[str, Any]) -> tuple[str, dict[str, str] |
 
 
 def suggestions(run: RunDir, summary: Mapping[str, Any]) -> list[Suggestion]:
-    """Return suggestions, the best first. The list is empty with `launch.mock` or if the spec cannot be loaded."""
+    """Return suggestions, the best first: none for mocks, imported runs, runs in bundles and unreadable specs."""
     values = read_json(run.spec_json)
     try:
         spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
     except (FtbenchError, ValueError):
         return []
-    gpu = limited_gpu(first_gpu(read_json(run.machine)))
-    capability = capability_of(gpu) if gpu else None
-    if spec.launch.mock != "off":
+    capability = capability_of(gpu) if (gpu := limited_gpu(first_gpu(read_json(run.machine)))) else None
+    if spec.launch.mock != "off" or "imported" in values or named_path(run) != str(run.path):
         return []
     suggested = []
     for name, effect, change in _changes(spec, summary):

@@ -97,7 +97,7 @@ def _sources(paths: Sequence[Path], made: Made) -> dict[str, Path]:
     """Return the files to pack: {name in the archive: path}."""
     taken: dict[str, Path] = {}
     sources: dict[str, Path] = {}
-    folders = (run.path for path in paths for run in require_runs(Path(os.path.realpath(path))))
+    folders = (run.path for path in paths for run in require_runs(path, opened(path) if os.path.isfile(path) else None))
     for run in map(RunDir, dict.fromkeys(Path(os.path.realpath(path)) for path in folders)):
         if read_state(run)["state"] == "running":
             made.left_out.append(str(run.path))
@@ -174,7 +174,7 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
         SpecError: The file is not a bundle or is damaged. In this case, `folder` may contain some of its files.
     """
     if path.is_dir():
-        raise SpecError(f"{path}: is a folder; pack it with `ftbench bundle {path}` first")
+        raise SpecError(f"{path}: is a folder; pack it with `ftbench bundle {path} -o runs.tar.zst` first")
     options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: _MAX_WINDOW}
     try:
         with open_plain_file(path, MAX_TOTAL) as file, zstd.open(file, "rb", options=options) as packed:

@@ -90,7 +90,7 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
     try:
         run = rundir.create_at(out / about.name / slug)
     except FileExistsError:
-        raise SpecError(f"{file}: was imported before, as {out / about.name / slug}") from None
+        raise SpecError(f"{file}: was imported before, as {out / about.name / slug}; delete it to repeat") from None
     try:
         _write(run, file.name, digest, about, log, batch)
     finally:

@@ -78,9 +78,9 @@ class Session:
         self._write(last=True)
         if self._error is not None:
             raise self._error
-        if self._stopping == "signal":
-            return INTERRUPTED
-        return int(any(standing.state in FAILED for standing in self.plan.standings.values()))
+        failed = FAILED if self._stopping else (*FAILED, "interrupted")  # another program ended the run
+        code = int(any(standing.state in failed for standing in self.plan.standings.values()))
+        return INTERRUPTED if self._stopping == "signal" else code
 
     def _loop(self, signals: int) -> None:
         for job, standing in self.plan.standings.items():

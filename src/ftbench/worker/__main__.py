@@ -25,7 +25,7 @@ def main(path: str, handed_over: bool = False) -> int:
     directory = RunDir(Path(path), parallel.rank())
     phases = Phases(directory, "import", resumed=handed_over)
     run: Any = None
-    outcome: dict[str, Any]
+    outcome: dict[str, Any] = {"state": "ok"}
     try:
         spec = _spec(directory)
         if spec.method.name == "unsloth":  # importing unsloth patches other libraries and uses the GPU
@@ -41,7 +41,7 @@ def main(path: str, handed_over: bool = False) -> int:
         if trains and spec.launch.ranks > 1:
             _join_ranks(run)
         train(run)
-        outcome = {"state": "ok"}
+        _ignore_signals()  # a signal after the training must not discard its result
     except BaseException as error:  # noqa: BLE001 - every error is an outcome of the run
         _ignore_signals()
         _log(error)

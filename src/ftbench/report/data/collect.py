@@ -118,10 +118,13 @@ def _copy_key(record: Record) -> Any:
 
 def named_paths(runs: Sequence[Record]) -> list[Record]:
     """Replace the temporary paths of runs from bundles by BUNDLE:PATH in the records."""
-    unpack = sys.modules.get("ftbench.store.bundle")
-    if unpack is None:  # the user gave no bundle
-        return list(runs)
-    return [record | {"path": unpack.shown(str(record["path"]))} if "path" in record else record for record in runs]
+    return [each | {"path": named_path(RunDir(Path(each["path"])))} if "path" in each else each for each in runs]
+
+
+def named_path(run: RunDir) -> str:
+    """Return the path of a run as text. For a run in a bundle, return BUNDLE:PATH."""
+    unpack = sys.modules.get("ftbench.store.bundle")  # None if the user gave no bundle
+    return str(unpack.shown(str(run.path)) if unpack else run.path)
 
 
 def known(runs: Iterable[Record], name: str) -> list[float]:
