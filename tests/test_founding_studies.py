@@ -110,6 +110,18 @@ def test_a_whole_run_counts_the_first_steps_as_they_were_and_the_rest_at_the_ste
     assert TEXT["whole_run"](run) == pytest.approx(3600 * 1000 / seconds, rel=1e-3)
 
 
+def test_the_rest_of_a_launch_bound_run_takes_the_same_time_per_step(tmp_path):
+    """The steps have different numbers of tokens and take one second each."""
+    rows = [
+        dataclasses.replace(row, real_tokens=100 * 3 ** (index % 4))
+        for index, row in enumerate(steps(20, 1.0, 1.0, noise=0.0))
+    ]
+    run = RunDir(make_run(tmp_path, "a", rows).path)
+    summary = read_json(run.summary)
+    write_json(run.summary, summary | {"dataset": {"tokens": {"total": 1_000_000}}})
+    assert TEXT["whole_run"](run) == pytest.approx(3600 * 1000 / (1000 / summary["batch_size"]), rel=0.01)
+
+
 def test_the_page_of_slow_host_compares_runs_of_one_sitting_and_names_cells_without_a_result(tmp_path, monkeypatch):
     page = runpy.run_path(str(ROOT / "scripts/studies/slow-host"))
     monkeypatch.setitem(page["tables"].__globals__, "ROOT", tmp_path)

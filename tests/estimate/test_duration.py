@@ -361,6 +361,21 @@ def test_a_probe_replaces_the_published_ceiling(tmp_path):
         estimate(train={"precision": "fp32"})
 
 
+def test_a_slow_host_makes_launch_bound_steps_longer(tmp_path):
+    short = {"dataset": {"name": "synthetic", "samples": 64, "length": 64}, "train": {"batch_size": 1}}
+
+    def on_host(launch_us: float) -> DurationEstimate:
+        document = {"device": {"kind": "cuda"}, "machine": {"gpu": {"name": "NVIDIA H200"}}, "launch_us": launch_us}
+        (folder := tmp_path / f"{launch_us}" / "probe").mkdir(parents=True)
+        (folder / "h200.json").write_text(json.dumps(document))
+        return estimate(store=RunHistory.read(folder.parent), **short)
+
+    fast, slow = on_host(6.26), on_host(12.52)
+    assert fast.bound == slow.bound == "host"
+    assert slow.parts["host"] == pytest.approx(2 * fast.parts["host"])
+    assert fast.step_s.expected == pytest.approx(estimate(**short).step_s.expected)
+
+
 def test_lengths_come_from_runs_then_facts_then_the_upper_bound():
     alpaca = spec_of(dataset={"name": "alpaca", "max_length": 256}).dataset
     recorded = rundir.read_json(next(RESULTS.rglob("qwen3-8b-lora-b4-505a964c-r1")) / "summary.json")["dataset"]

@@ -24,8 +24,9 @@ from ftbench.estimate.memory.largest_batch import MemoryCache, _largest_within, 
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.rates import STATES, WEIGHTS, step
 from ftbench.estimate.time.work import StepWork
+from ftbench.estimate.workload.batches import batches_of
 from ftbench.estimate.workload.largest import BatchShape, Largest, largest
-from ftbench.estimate.workload.lengths import sample_lengths
+from ftbench.estimate.workload.lengths import Lengths, sample_lengths
 from ftbench.estimate.workload.model import trainable_shape
 from ftbench.estimate.workload.sharding import on_gpus
 from ftbench.facts import architectures
@@ -266,6 +267,16 @@ def test_the_largest_batch_of_each_layout() -> None:
     assert shape(packing=True) == (1, 8192, True)
     even = largest(spec())
     assert (even.expected.rows, even.expected.length, even.padded) == (4, 2048, False)
+
+
+def test_unsloth_pads_gpt_oss_to_whole_blocks_of_attention() -> None:
+    """As results/h100/founding-text had them: multiples of 128 tokens."""
+    data = {"name": "synthetic", "samples": 1000, "like": "japanese-alpaca"}
+    more = {"dataset": data, "method": {"name": "unsloth"}, "train": {"batch_size": 32, "max_steps": 12}}
+    one = spec(model={"id": "openai/gpt-oss-20b", "weights": "random"}, **more)
+    assert (largest(one).expected.rows, largest(one).expected.length) == (32, 768)
+    (mean,) = batches_of(one, Lengths((100,) * 31 + (200,), 1.0, "a test"))
+    assert (mean.positions, mean.real) == (32 * 256, 3300)
 
 
 def test_real_data_is_bounded_by_max_length() -> None:

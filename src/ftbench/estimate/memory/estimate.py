@@ -274,10 +274,13 @@ SlackBasis = dict[str, float]  # name of a constant to the GiB that it multiplie
 def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
     """Return {constant name: GiB} for tensors that may leave unused blocks in the allocator's pool.
 
-    The logits of ftbench's chunked loss do not count, because all chunks reuse the same blocks. The optimizer's
-    temporary tensors first reuse free blocks of the backward pass, so only those in new blocks count."""
+    The logits of ftbench's chunked loss do not count, because all chunks reuse the same blocks. The cast of the head
+    does not count if the peak is in the loss, because the cast is part of this peak. The cast does not count either if
+    batch shapes vary, because activations of other sizes then use its block. The optimizer's temporary tensors first
+    reuse free blocks of the backward pass, so only those in new blocks count."""
     logits = 0.0 if case.plan.loss == "chunked" else ends.logits(case.model, case.plan, case.batch)
-    transient = logits + ends.head_cast(case.model, case.plan)
+    reused = case.varies or peak(named)[0] == "loss"
+    transient = logits + (0.0 if reused else ends.head_cast(case.model, case.plan))
     kinds = ("activations", "checkpoints", *(["one layer"] if case.model.vision else []))  # see founding-images.md
     acts = max(sum(parts.get(kind, 0) for kind in kinds) for parts in named.values())
     step = named["optimizer step"]["one step"]

@@ -126,9 +126,11 @@ def dequantised(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes of the largest dequantized matrix in 16 bits.
 
     bitsandbytes dequantizes a matrix in the backward pass (MatMul4Bit.backward). unsloth uses a permanent buffer
-    instead (fast_dequantize). In MXFP4, the largest matrix is gate and up of all experts (worker/model/mxfp4.py)."""
+    instead (fast_dequantize). In MXFP4, the largest matrix is gate and up of all experts (worker/model/mxfp4.py).
+    unsloth also keeps the dequantized down: four runs of gpt-oss needed both (results/h100/founding-text)."""
     if plan.packed_experts and layer.experts:
-        return float(plan.compute * layer.experts.count * 2 * layer.experts.inner * layer.hidden)
+        matrices = 3 if plan.unsloth else 2
+        return float(plan.compute * layer.experts.count * matrices * layer.experts.inner * layer.hidden)
     if not plan.quantised or plan.packed_experts:
         return 0.0
     return float(plan.compute * max((each.inputs * each.outputs for each in layer.linears), default=0))
@@ -153,7 +155,8 @@ def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, ag
     - The backward pass of a norm after the MLP. Five float32 copies of its input exist, and its output is freed.
     - The peak of attention, minus the tensors that the MLP saves. At that time, the MLP's tensors do not exist.
     - The gradient of a copy of expert weights.
-    - Half of the largest of the first three sizes, plus the largest dequantized matrix or the casts to 8 bits."""
+    - Half of the largest of the first three sizes, plus the largest dequantized matrix or the casts to 8 bits. With
+      the dequantized experts of unsloth, the full size counts."""
     if layer.experts:
         second = experts_again(layer, plan) if again else experts_peak(layer, plan, backward)
     else:
@@ -166,4 +169,5 @@ def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, ag
     copies = 0 if plan.packed_experts or plan.fused != "off" else expert_copies(layer, plan) / 3
     bits = 0.0 if plan.unsloth and not plan.packed_experts else dequantised(layer, plan)
     # half: at that time, tensors are in 16 bits and the gradients are not summed yet
-    return max(each, copies, each / 2 + max(bits, fp8_casts(layer, plan, batch)))
+    half = each if plan.unsloth and plan.packed_experts else each / 2
+    return max(each, copies, half + max(bits, fp8_casts(layer, plan, batch)))

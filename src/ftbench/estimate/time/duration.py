@@ -50,8 +50,9 @@ FLUSHES = "flushes"  # the name of the term
 # Seconds for imports, and bytes per second at which weights are read from disk.
 _IMPORT_S, _LOAD_BYTES_S = 10.0, 1.5e9
 # Additional seconds of the first step: the medians of results/h200 for eager and compiled layers, and for unsloth
-# seconds per layer. unsloth took 11.5 s with 36 layers there, and 18 and 27 s with 64 layers on an H100.
-_FIRST_S, _FIRST_COMPILED_S, _FIRST_UNSLOTH_S = 1.0, 12.0, 0.32
+# seconds per layer. unsloth took 11.5 s with 36 layers there, and 18 and 27 s with 64 layers on an H100. unsloth
+# compiles the layers of gpt-oss: in five runs on an H100, all slow steps took 39 to 114 s longer (median 59 s).
+_FIRST_S, _FIRST_COMPILED_S, _FIRST_UNSLOTH_S, _FIRST_OSS_S = 1.0, 12.0, 0.32, 60.0
 # The first value is the share of the board power that a waiting GPU draws. The second is what computing adds. In
 # results/h200, launch-bound runs drew 0.33 to 0.42 of the board power, and runs with a busy GPU 0.93 to 0.99.
 _WAITING, _WORKING = 0.2, 0.77
@@ -220,7 +221,7 @@ def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) ->
     """Return the seconds until the first steady step, and the additional seconds of the first step."""
     first = _FIRST_COMPILED_S if spec.optimizations.compile else _FIRST_S
     if spec.method.name == "unsloth":
-        first = _FIRST_UNSLOTH_S * len(shape.model.layers)
+        first = _FIRST_OSS_S if shape.model.family == "gpt_oss" else _FIRST_UNSLOTH_S * len(shape.model.layers)
     measured = [run.start_s for run in same if run.start_s is not None]
     if measured:
         return statistics.median(measured), first

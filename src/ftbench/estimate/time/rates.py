@@ -45,7 +45,9 @@ _FORWARD = 0.3
 # copied in both passes, and optimizer states in the backward pass, after the weights. The step waits for the rest.
 WEIGHTS, STATES = "offload.weights", "offload.states"
 OVERLAPS = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
-HOST_OPERATIONS_S = 1e5  # Python operations and kernel launches per second; a fitted coefficient corrects this value
+# Python operations and kernel launches per second; a fitted coefficient corrects this value. On the host of an H200,
+# `ftbench probe` measured this time per torch operation. A host with a longer time starts fewer operations.
+HOST_OPERATIONS_S, _LAUNCH_US = 1e5, 6.26
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Ceilings:
 
     `products` is the rate of 16-bit matrix products, and `source` is its source. `products_fp8` is None without 8-bit
     products. `link` is the rate of copies to the host, and `from_host` of copies from the host. `network` is the rate
-    between two GPUs of this kind, or 0 if unknown."""
+    between two GPUs of this kind, or 0 if unknown. The CPU starts `operations` operations per second."""
 
     products: float
     products_fp8: float | None
@@ -63,6 +65,7 @@ class Ceilings:
     from_host: float
     source: str
     network: float = 0.0
+    operations: float = HOST_OPERATIONS_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,7 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
         source,
         # without peer access, each byte goes through host memory
         (gpu.link or 0.0) * _NCCL_SHARE * (1.0 if gpu.peer_access else 0.5) * 1e9,
+        HOST_OPERATIONS_S * _LAUNCH_US / probed.get("launch_us", _LAUNCH_US),
     )
 
 
@@ -165,7 +169,7 @@ def _rates(limits: Ceilings) -> dict[str, float]:
         elif name.startswith("offload"):
             rates[name] = limits.from_host if name in (WEIGHTS, STATES, "offload.head") else limits.link
     known: dict[str, Any] = {name: rate for name, rate in rates.items() if rate is not None}
-    return known | {"host": HOST_OPERATIONS_S, "images": PIXEL_VALUES_S}
+    return known | {"host": limits.operations, "images": PIXEL_VALUES_S}
 
 
 def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth, family
 
 CLASSES = 8  # micro-batches of similar size form this many groups, because time is not proportional to size
+FLEX_BLOCK = 128  # unsloth pads rows of gpt-oss to a multiple of its attention's blocks (unsloth/models/rl.py)
 # Attention kernels that do not mix the samples of a row.
 BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -25,7 +27,8 @@ class Layout:
     `flat`: the samples of a batch are concatenated. `packing`: rows contain several samples. `fixed`: all rows are
     padded to one length. `grouping`: the samples of a batch have similar lengths. `ordered`: samples are sorted by
     length, longest first. `seen`: the number of trained samples (None: all samples). `boundaries`: attention separates
-    the samples of a row. `unmasked`: attention gets no mask for padding. `sequences`: the number of rows per sample."""
+    the samples of a row. `unmasked`: attention gets no mask for padding. `sequences`: the number of rows per sample.
+    `multiple`: padded rows have a multiple of this number of tokens."""
 
     size: int
     max_length: int
@@ -38,6 +41,11 @@ class Layout:
     boundaries: bool
     unmasked: bool
     sequences: int
+    multiple: int
+
+    def width(self, longest: Any) -> Any:
+        """Return the padded length of rows. `longest` is the length of the longest row, or an array of such lengths."""
+        return -(-longest // self.multiple) * self.multiple
 
 
 def layout_of(spec: Experiment) -> Layout:
@@ -49,7 +57,7 @@ def layout_of(spec: Experiment) -> Layout:
     return Layout(
         size, data.max_length, on.packing, flat, on.fixed_shape, on.length_grouping,
         data.longest_first or on.length_grouping, seen, on.attention in BOUNDARIES or (unsloth and flat), unsloth,
-        spec.objective.sequences,
+        spec.objective.sequences, FLEX_BLOCK if unsloth and family(spec.model) == "gpt_oss" else 1,
     )  # fmt: skip
 
 
@@ -155,7 +163,7 @@ def _laid_out(layout: Layout, rows: npt.NDArray[np.float64], longest: float) -> 
     The batches equal the batches of `worker/data/collate.py`. `rows` contains the values of `_rows` in the shape (3,
     batches, rows per batch)."""
     real, squares, samples = rows.sum(axis=2)
-    wide = np.full_like(real, longest) if layout.fixed else rows[0].max(axis=1)
+    wide = np.full_like(real, longest) if layout.fixed else layout.width(rows[0].max(axis=1))
     positions = real if layout.flat and not layout.fixed else np.maximum(real, wide * layout.size)
     padded, nothing = positions > real, np.zeros_like(real)
     joined = samples if layout.flat else nothing

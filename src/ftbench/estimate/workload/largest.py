@@ -5,7 +5,7 @@ For synthetic data, the prediction is exact. For real data, the prediction is a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -131,7 +131,9 @@ def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) 
     rows, longest = layout.size, dataset.max_length
     if file is not None and not layout.packing:
         longest = min(longest, file.most)
-    heaviest = BatchShape(*((1, rows * longest) if layout.flat else (rows, longest)), rows * (longest - 1))
+    heaviest = BatchShape(rows, layout.width(longest), rows * (longest - 1))
+    if layout.flat:
+        heaviest = replace(heaviest, rows=1, length=rows * longest)
     least = None if layout.packing else _unknown(dataset, layout, file, _UNLIKELY)
     return Largest(expected, heaviest, not single, False, basis, least)
 
@@ -144,7 +146,7 @@ def _heaviest(layout: Layout, lengths: Lengths) -> Lengths:
         positions = np.add.reduceat(trained, starts)
     else:
         rows = np.minimum(size, len(trained) - starts)
-        positions = rows if layout.fixed else rows * np.maximum.reduceat(trained, starts)
+        positions = rows if layout.fixed else rows * layout.width(np.maximum.reduceat(trained, starts))
     at = starts[np.argmax(positions)]
     return trained[at : at + size]
 
@@ -153,7 +155,7 @@ def _shape(layout: Layout, batch: Lengths, longest: int) -> BatchShape:
     tokens = int(batch.sum())
     if layout.flat:
         return BatchShape(1, tokens, tokens - len(batch))
-    return BatchShape(len(batch), longest if layout.fixed else int(batch.max()), tokens - len(batch))
+    return BatchShape(len(batch), longest if layout.fixed else int(layout.width(batch.max())), tokens - len(batch))
 
 
 def _packed(dataset: Dataset, layout: Layout, lengths: Lengths | None) -> BatchShape:
@@ -183,4 +185,4 @@ def _unknown(dataset: Dataset, layout: Layout, file: FileLengths | None, chance:
     if layout.flat:
         tokens = round(longest + (size - 1) * mean)
         return BatchShape(1, tokens, tokens - size)
-    return BatchShape(size, longest, round(size * mean) - size)
+    return BatchShape(size, layout.width(longest), round(size * mean) - size)
