@@ -36,7 +36,7 @@ MEASURED, FORMULA, SHEET = "measured", "formula", "data sheet"  # FORMULA: formu
 # SHEET_SPREAD, which comes from the rows of other cards in docs/evidence/published.md.
 MEASURED_SPREAD, SHEET_SPREAD = 1.05, 1.2
 ROUGH_SPREAD = 2.0  # additional factor for specs that are known only roughly, and for several machines
-JOINED_SPREAD = 1.25  # additional factor for padding-free batches of unsloth (seven scripts: -33 to +28 %)
+JOINED_SPREAD = 1.25  # additional factor for padding-free batches of unsloth (eight scripts, see published.md)
 # Additional factor for more than two GPUs, which were not measured. On two H200, 13 predictions with ddp, fsdp and pp
 # were wrong by at most 9 % (docs/evidence/several-gpus.md).
 SEVERAL_SPREAD = 1.15

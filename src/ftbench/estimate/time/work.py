@@ -60,10 +60,11 @@ _REPLAYED, _OUTSIDE = 0.05, 600
 # pass has 32 (gather, two dequantized products with biases, clamped gate, routing weight, index_add), and the backward
 # pass twice as many.
 _LOOP_OPS = 96
-# Operations per layer and sample of unsloth's padding-free batches. unsloth computes attention sample by sample,
-# because torch 2.11 lacks varlen_attn with enable_gqa, and does not compile these layers. For seven plain scripts the
-# step times were -33 to +28 % off (Qwen3-8B and 32B, 4 to 32 samples per step, docs/evidence/published.md).
-_SEGMENT_OPS = 40
+# unsloth's padding-free batches: the share of operations that remain, and additional operations per layer and sample.
+# unsloth computes attention sample by sample, because torch 2.11 lacks varlen_attn with enable_gqa, and does not compile
+# these layers. Both values were fitted by hand to launch-bound runs of Qwen3-8B and 32B with 1 to 32 samples per step
+# on four hosts (results/h100/founding-text, docs/evidence/published.md).
+_JOINED_SHARE, _SEGMENT_OPS = 0.55, 36
 _RECOMPUTED = 1 / 3  # work of a recomputed forward pass, relative to a layer's forward and backward pass
 
 # Bytes per element of an optimizer moment. None means the dtype of the weights. For each trained parameter, AdamW reads
@@ -251,7 +252,7 @@ def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: f
     share = _EIGHT_BIT_SHARE if plan.triton and plan.fp8 else _HOST_SHARE[plan.kernels]
     layers, offloaded = len(shape.model.layers), 0
     if plan.unsloth and batch.joined:
-        total += _SEGMENT_OPS * batch.joined * layers
+        total = _JOINED_SHARE * total + _SEGMENT_OPS * batch.joined * layers
     else:
         total *= share
         offloaded = _OFFLOADED_OPS * layers if plan.unsloth and again else 0
