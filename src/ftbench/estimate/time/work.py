@@ -61,9 +61,9 @@ _REPLAYED, _OUTSIDE = 0.05, 600
 # pass twice as many.
 _LOOP_OPS = 96
 # unsloth's padding-free batches: the share of operations that remain, and additional operations per layer and sample.
-# unsloth computes attention sample by sample, because torch 2.11 lacks varlen_attn with enable_gqa, and does not compile
-# these layers. Both values were fitted by hand to launch-bound runs of Qwen3-8B and 32B with 1 to 32 samples per step
-# on four hosts (results/h100/founding-text, docs/evidence/published.md).
+# unsloth computes attention sample by sample, because torch 2.11 lacks varlen_attn with enable_gqa. unsloth does not
+# compile these layers. Both values were fitted by hand to launch-bound runs of Qwen3-8B and 32B with 1 to 32 samples
+# per step on four hosts (results/h100/founding-text, docs/evidence/published.md).
 _JOINED_SHARE, _SEGMENT_OPS = 0.55, 36
 _RECOMPUTED = 1 / 3  # work of a recomputed forward pass, relative to a layer's forward and backward pass
 
