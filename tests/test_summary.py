@@ -428,6 +428,14 @@ def test_wall_clock_gap_is_a_warning(run, gap, told):
     assert bool(warned(run(training(elapsed_time_sec=clock(gap))), "wall clock")) is told
 
 
+def test_check_after_the_first_step_is_no_gap(run):
+    times = [0.5, *[0.1] * 19]
+    ends = np.cumsum(times) + 0.1 * (np.arange(20) > 0)
+    made = run(training(step_time_s=times, elapsed_time_sec=ends.tolist()))
+    assert summarise(made).steps["warmup"] == 1
+    assert not warned(made, "wall clock")
+
+
 @pytest.mark.parametrize("after", [WARM, 10, 18])
 def test_evaluation_in_the_window_is_subtracted(run, after):
     ends = np.cumsum(TIMES)

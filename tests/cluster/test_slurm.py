@@ -65,6 +65,7 @@ def written(folder: Path, settings: str = "partition: debug\n", cluster: Cluster
 
 @pytest.mark.parametrize(("settings", "message"), [
     ("partitoin: debug", ":1: partitoin: no such key; did you mean partition?"),
+    ("time: []", ":1: time: [] must be a text"),
     ("tasks: 0", ":1: tasks: 0 must be greater than or equal to 1"),
     ("partition: {", "slurm.yaml"),
 ], ids=str)  # fmt: skip
@@ -141,6 +142,7 @@ def test_job_without_a_result_has_the_state_of_slurm(tmp_path, monkeypatch, stat
     result = made.run(job, b"", Control())
     assert result.summary.state == outcome
     assert reason in result.summary.reason
+    assert (result.summary.method, result.summary.batch_size) == (job.spec.method.name, job.spec.train.batch_size)
     killed = rundir.read_json(job.run.state).get("signal") == signal.SIGTERM
     assert killed == (state == "CANCELLED")  # only this one is retried
 
@@ -188,7 +190,8 @@ def test_job_that_ends_after_ctrl_c_keeps_its_run(order, monkeypatch):
     folder, train = Folder(order.parents[2]), remote.train
 
     def interrupted(*arguments):
-        remote.record(rundir.RunDir(folder.path / "run-r1"), "interrupted", "interrupted by a signal")
+        spec = load(write_sweep(order.parents[3]))
+        remote.record(rundir.RunDir(folder.path / "run-r1"), spec, "interrupted", "interrupted by a signal")
         return train(*arguments)
 
     monkeypatch.setattr(remote, "train", interrupted)

@@ -68,7 +68,9 @@ def test_a_step_that_not_all_ranks_have_finished_is_no_step():
 
 
 def test_the_spread_is_between_the_ranks_steady_steps_and_peaks():
-    ranks = [[row(1, rank, step_time_s=9.0), row(2, rank), row(3, rank)] for rank in range(2)]
+    evaluation = {"phase": "evaluate", "step_time_s": 5.0}
+    ranks = [[row(1, rank, step_time_s=9.0), row(2, rank), row(2, rank, **evaluation), row(3, rank),
+              row(3, rank, **evaluation)] for rank in range(2)]  # fmt: skip
     found = spread(ranks, warmup=1)
     assert found["count"] == 2
     assert found["spread"]["step_time_s"] == {"lowest": 1.0, "highest": 1.1}

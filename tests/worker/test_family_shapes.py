@@ -51,6 +51,19 @@ def test_every_family_has_a_test_shape() -> None:
     assert set(CONFIGS) == set(FAMILIES)
 
 
+def test_experts_of_a_token_are_counted_in_gemma4() -> None:
+    """Its config names them `top_k_experts`."""
+    config = {"model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64,
+              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+              "global_head_dim": 16, "vocab_size": 2048, "hidden_size_per_layer_input": 0, "num_experts": 4,
+              "enable_moe_block": True}  # fmt: skip
+    with torch.device("meta"):
+        two, four = (AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, top_k_experts=n)) for n in (2, 4))
+    experts = effective_config.parameters_by_kind(four)["experts"]["total"]
+    assert experts > 0
+    assert effective_config.matmul_shape(four).base - effective_config.matmul_shape(two).base == experts / 2
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_description_equals_the_live_model(family: str, method: str) -> None:

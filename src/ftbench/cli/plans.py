@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -116,13 +116,6 @@ def _run_plan(ready: Ready, dry_run: bool, log_every: float, as_json: bool) -> N
     raise typer.Exit(code)
 
 
-def _plan(
-    sets: list[str] | None, out: Path, time_budget: float | None, retry_failed: bool, force: bool
-) -> dict[str, Any]:
-    """Return the options that `ablate` and `parity` share, as keyword arguments of their requests."""
-    return {"sets": sets or [], "out": out, "time_budget": time_budget, "retry_failed": retry_failed, "force": force}
-
-
 @command()
 def ablate(
     spec: Spec,
@@ -144,7 +137,7 @@ def ablate(
 
     request = command.AblationRequest(
         spec, steps=steps, repeats=repeats, only=_names(only),
-        **_plan(sets, out, time_budget, retry_failed, force),
+        sets=sets or [], out=out, time_budget=time_budget, retry_failed=retry_failed, force=force,
     )  # fmt: skip
     _run_plan(command.prepare(request), dry_run, log_every, as_json)
 
@@ -171,6 +164,6 @@ def parity(
 
     request = command.ParityRequest(
         spec=spec, recipes=_names(recipe), seeds=seeds, steps=steps, controls=controls,
-        **_plan(sets, out, time_budget, retry_failed, force),
+        sets=sets or [], out=out, time_budget=time_budget, retry_failed=retry_failed, force=force,
     )  # fmt: skip
     _run_plan(command.prepare(request), dry_run, log_every, as_json)

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ftbench.core import processes
-from ftbench.core.units import some
+from ftbench.core.units import parse_seconds, some
 from ftbench.errors import BROKEN_PIPE, INTERRUPTED, MissingError, SpecError
 
 _MAX_LINE = 2000  # maximum number of characters of a line on stderr
@@ -94,16 +94,12 @@ def gpu_count(text: str) -> int:
 
 
 def _budget(text: str) -> float:
-    from ftbench.core.units import parse_seconds
-
     if (seconds := parse_seconds(text)) is None:
         raise SpecError(f"--time-budget {text}: write it as 8h, 90m or 1h30m")
     return seconds
 
 
 def _interval(text: str) -> float:
-    from ftbench.core.units import parse_seconds
-
     if text != "off" and parse_seconds(text) is None:
         raise SpecError(f"--log-every {text}: write it as 60s, 5m or 1h, or off")
     return parse_seconds(text) or 0.0

@@ -9,20 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftbench.cli.shared import (
-    Data,
-    Json,
-    Length,
-    LogEvery,
-    Out,
-    Recipe,
-    Sets,
-    Spec,
-    Yes,
-    command,
-    emit,
-    log,
-)
+from ftbench.cli.shared import Data, Json, Length, LogEvery, Out, Recipe, Sets, Spec, Yes, command, emit, log
 from ftbench.errors import MissingError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ class SlurmSettings(Part):
     """The content of slurm.yaml: the resources of each cell. For missing keys, the cluster's defaults apply."""
 
     partition: str | None = Field(None, min_length=1, description="partition of the nodes")
-    time: Int | str | None = Field(None, description="time limit of a cell")
+    time: str | None = Field(None, coerce_numbers_to_str=True, description="time limit of a cell")
     gres: str | None = Field(None, min_length=1, description="generic resources of a cell, for example gpu:h200:1")
     preamble: str = Field("", description="shell commands before ftbench starts on a node")
     options: tuple[str, ...] = Field((), description="more options of sbatch, for example --account=physics")

@@ -111,13 +111,13 @@ class RaySlot:
                         raise ray.exceptions.TaskCancelledError
             files = ray.get(ref)
         except ray.exceptions.TaskCancelledError:
-            return remote.record(created, "interrupted", "interrupted, or the sweep's time budget ran out")
+            return remote.record(created, job.spec, "interrupted", "interrupted, or the sweep's time budget ran out")
         except ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, FtbenchError) else error) from None
         except ConnectionError as error:
             raise MissingError(f"lost the connection to Ray ({error}); run the same command again") from None
         except ray.exceptions.RayError as error:
-            return remote.record(created, "error", f"Ray lost the task {RETRIES + 1} times: {_reason(error)}")
+            return remote.record(created, job.spec, "error", f"Ray lost the task {RETRIES + 1} times: {_reason(error)}")
         with rundir.writing(created.path):
             for name, content in files.items():
                 path = created.path / name

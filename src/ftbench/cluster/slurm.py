@@ -169,16 +169,17 @@ class SlurmSlot:
         while True:
             try:
                 with _submitted(self.settings, folder, order) as sbatch:
-                    return self._wait(run, folder, sbatch, control)
+                    return self._wait(job, folder, sbatch, control)
             except _AwayError:
                 if time.monotonic() > end or control.stops_within(_RETRY_S):
                     raise
             except InterruptedError:
-                return remote.record(run, "interrupted", "interrupted by a signal, or the sweep's time budget ran out")
+                return remote.record(run, job.spec, "interrupted", "interrupted, or the sweep's time budget ran out")
             finally:
                 self.trains = False
 
-    def _wait(self, run: RunDir, folder: Path, sbatch: subprocess.Popen[str], control: RunControl) -> FinishedRun:
+    def _wait(self, job: Job, folder: Path, sbatch: subprocess.Popen[str], control: RunControl) -> FinishedRun:
+        run = job.run
         progress: Progress | None = None
         while sbatch.poll() is None and not run.state.exists():
             path = unfinished(run.path.parent, run.run_id)
@@ -192,10 +193,10 @@ class SlurmSlot:
                 raise InterruptedError
         if run.state.exists():
             return remote.finished(run)
-        return _without_result(run, folder, _require_accepted(folder, sbatch))
+        return _without_result(run, job.spec, folder, _require_accepted(folder, sbatch))
 
 
-def _without_result(run: RunDir, folder: Path, number: str) -> FinishedRun:
+def _without_result(run: RunDir, spec: Experiment, folder: Path, number: str) -> FinishedRun:
     """Record and return the result of a job that ended without a state file in its run directory."""
     _eventually(lambda: run.state.exists() or (folder / OUTCOME).exists())
     outcome = rundir.read_json(folder / OUTCOME)
@@ -207,13 +208,13 @@ def _without_result(run: RunDir, folder: Path, number: str) -> FinishedRun:
         shown = run_program(["scontrol", "show", "job", number, "-o"], _ANSWER_S).stdout
     state, name = shown.partition("JobState=")[2].partition(" ")[0] or "UNKNOWN", f"Slurm job {number}"
     if state == "TIMEOUT":
-        return remote.record(run, "timeout", f"{name}: time limit reached; raise `time` in {SETTINGS}")
+        return remote.record(run, spec, "timeout", f"{name}: time limit reached; raise `time` in {SETTINGS}")
     if state == "OUT_OF_MEMORY":
         reason = f"{name}: out of host memory; raise --mem in the options of {SETTINGS}"
-        return remote.record(run, "oom", reason, oom={"kind": "kernel"})
+        return remote.record(run, spec, "oom", reason, oom={"kind": "kernel"})
     line = last_line(folder / LOG)
     reason = f"{name} ended without a result ({state}){f': {line}' if line else ''}"
-    return remote.record(run, "error", reason, signal=int(SIGTERM))  # the plan retries it
+    return remote.record(run, spec, "error", reason, signal=int(SIGTERM))  # the plan retries it
 
 
 # --- on the node -----------------------------------------------------------------------------------------------------

@@ -44,9 +44,7 @@ def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) 
     spread = MAD_TO_SIGMA * statistics.median(abs(t - middle) for t in tail)
     limit = middle + max(0.10 * middle, 3 * spread)
     far = 2 * quantile(tail, 0.90)
-    warm = 1
-    while warm < half and times[warm] > limit:
-        warm += 1
+    warm = next((step for step in range(1, half) if times[step] <= limit), half)
     starts = [i + 1 for i in range(half) if times[i] > far or (i < len(recompiles) and recompiles[i])]
     return max([warm, *starts])
 

@@ -39,13 +39,11 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
         )
     described = machine.describe()
     folder = out / machine.PROBES
-    try:
+    with rundir.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # fails early if the folder is not writable
         with tempfile.TemporaryDirectory() as scratch:
             measured = _measure(Path(scratch))
-    except OSError as error:
-        raise rundir.disk_error(folder, error) from None
     document = {
         "schema": SCHEMA, "date": rundir.now(), "machine": described, **dict.fromkeys(_FIGURES), **measured,
         "products": {name: measured.get("products", {}).get(name) for name in PRECISIONS},

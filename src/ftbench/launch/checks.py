@@ -52,8 +52,7 @@ LAUNCHERS = {"trl": "trl", "mock": "mock", **dict.fromkeys(FRAMEWORKS, "framewor
 def launcher_of(spec: Experiment) -> Launcher:
     """Import and return the launcher of a spec."""
     name = LAUNCHERS[spec.launch.framework if spec.launch.mock == "off" else "mock"]
-    launcher: Any = importlib.import_module(f"ftbench.launch.{name}")
-    return cast(Launcher, launcher)
+    return cast(Launcher, importlib.import_module(f"ftbench.launch.{name}"))
 
 
 def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> None:

@@ -63,7 +63,9 @@ def main(path: str) -> int:
                  "hash": "mock", "order_hash": "mock"}  # fmt: skip
     write_json(run.applied, {"dataset": described, "warnings": ["mock: nothing was trained, the figures are invented"]})
     if pretend == "oom" and batch > spec["launch"]["mock_fits"]:
-        return _end(run, _oom(batch))
+        reason = f"out of memory (allocator) in forward of step 1, {batch / 4:.2f} GiB requested"
+        oom = {"kind": "allocator", "bytes_requested": batch << 28, "phase": "forward", "step": 1}
+        return _end(run, {"state": "oom", "reason": reason, "oom": oom})
     replaced = (run.path.parent / ARCHIVED).glob(f"{run.run_id}.*")
     if pretend == "crash" or (pretend == "flaky" and not any(replaced)):
         raise RuntimeError(f"mock: {pretend}")
@@ -98,15 +100,6 @@ def _row(spec: dict[str, Any], step: int, steps: int) -> StepRow:
         real_tokens=TOKENS * batch * micro_steps, padded_tokens=TOKENS * batch * micro_steps, loss=2.0 / step,
         label_tokens=TOKENS * batch * micro_steps,
     )  # fmt: skip
-
-
-def _oom(batch: int) -> dict[str, Any]:
-    size = batch << 28
-    return {
-        "state": "oom",
-        "reason": f"out of memory (allocator) in forward of step 1, {size / 2**30:.2f} GiB requested",
-        "oom": {"kind": "allocator", "bytes_requested": size, "phase": "forward", "step": 1},
-    }
 
 
 def _end(run: RunDir, outcome: dict[str, Any]) -> int:

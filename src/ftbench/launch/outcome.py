@@ -100,11 +100,9 @@ def _write_results(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], 
     summarised = summary.summarise(run, state)
     is_control = rundir.read_json(run.spec_json).get("measure", {}).get("control", "off") != "off"
     if state["state"] == "ok" and summarised.learning.get("state") == rundir.NOT_FINITE and not is_control:
-        summarised.state, summarised.reason = (
-            rundir.NOT_FINITE,
-            run_warnings.not_finite_reason(summarised.learning, summarised.warnings),
-        )
-        state |= {"state": summarised.state, "reason": summarised.reason}
+        reason = run_warnings.not_finite_reason(summarised.learning, summarised.warnings)
+        summarised.state, summarised.reason = rundir.NOT_FINITE, reason
+        state |= {"state": rundir.NOT_FINITE, "reason": reason}
     rundir.write_json(run.state, state)
     rundir.write_json(run.summary, summary.as_dict(summarised))
     return state, summarised

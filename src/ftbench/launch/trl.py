@@ -68,26 +68,22 @@ def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str
 
 def check_installed(spec: Experiment) -> None:
     """Raise MissingError with the install command if a package is missing. Do not import the packages."""
-    needed = [*NEEDED]
-    if (spec.method.quantised and not spec.method.mxfp4) or spec.train.optimizer in BITSANDBYTES:
-        needed.append("bitsandbytes")
-    if spec.dataset.has_images:
-        needed.append("PIL")
-    if spec.optimizations.triton_kernels or spec.optimizations.fp8 == DELAYED:
-        needed.append("triton")
-    extras = {"liger_kernel": "liger"} if spec.optimizations.liger else {}
-    if "torchao" in spec.train.optimizer or (spec.method.name == "full" and spec.optimizations.fp8 != "off"):
-        extras |= {"torchao": "torchao"}
-    if spec.method.name == "unsloth":
-        extras |= {"unsloth": "unsloth"}
-    if spec.launch.strategy.startswith("zero"):
-        extras |= {"deepspeed": "deepspeed"}
-    missing = [name for name in (*needed, *extras) if not _installed(name)]
+    method, optimizer, on = spec.method, spec.train.optimizer, spec.optimizations
+    needs = {  # {module: (whether the spec needs it, the extra of ftbench that installs it)}
+        **dict.fromkeys(NEEDED, (True, "train")),
+        "bitsandbytes": ((method.quantised and not method.mxfp4) or optimizer in BITSANDBYTES, "train"),
+        "PIL": (spec.dataset.has_images, "train"),
+        "triton": (on.triton_kernels or on.fp8 == DELAYED, "train"),
+        "liger_kernel": (on.liger, "liger"),
+        "torchao": ("torchao" in optimizer or (method.name == "full" and on.fp8 != "off"), "torchao"),
+        "unsloth": (method.name == "unsloth", "unsloth"),
+        "deepspeed": (spec.launch.strategy.startswith("zero"), "deepspeed"),
+    }
+    missing = {name: extra for name, (needed, extra) in needs.items() if needed and not _installed(name)}
     if missing:
-        wanted = ",".join(dict.fromkeys(extras.get(name, "train") for name in missing))
         raise MissingError(
             f"training needs {', '.join(missing)}, which this Python ({sys.executable}) does not have: "
-            f"pip install 'ftbench[{wanted}]'"
+            f"pip install 'ftbench[{','.join(dict.fromkeys(missing.values()))}]'"
         )
 
 

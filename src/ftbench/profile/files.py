@@ -21,20 +21,13 @@ def finish(run: RunDir) -> None:
     for rank in ranks:
         if (rank.profile / rundir.TRACE).is_file():
             try:
-                _finish(rank)
+                trace = read(rank.profile / rundir.TRACE)
+                with rundir.writing(rank.profile):
+                    rundir.write_json(rank.profile / rundir.KERNELS, analyse(trace, work_of(trace), step_before(rank)))
             except TraceError as error:
                 errors.append(str(error))
     if errors:
         raise TraceError("; ".join(errors))
-
-
-def _finish(run: RunDir) -> None:
-    """Write kernels.json from the trace of one rank."""
-    trace = read(run.profile / rundir.TRACE)
-    try:
-        rundir.write_json(run.profile / rundir.KERNELS, analyse(trace, work_of(trace), step_before(run)))
-    except OSError as error:
-        raise rundir.disk_error(run.profile, error) from None
 
 
 def step_before(run: RunDir) -> float | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.table import text_table
+from ftbench.core.units import percent
 from ftbench.profile.work import short
 from ftbench.store.rundir import KERNELS, SNAPSHOT, TRACE, RunDir, read_json
 
@@ -25,11 +26,11 @@ def run_text(run: RunDir) -> str:
     parts = [
         f"{units.some(steps, 'step')} on {document['gpu'] or 'the CPU'}\n{text_table(['', ''], _head(document))}",
         text_table(("group", ">ms/step", ">share", ">calls/step"), [
-            (group["group"], *_ms(steps, group["time_ms"]), _percent(group["share"]), f"{group['calls'] / steps:,.0f}")
+            (group["group"], *_ms(steps, group["time_ms"]), percent(group["share"]), f"{group['calls'] / steps:,.0f}")
             for group in document["groups"]
         ]),
         text_table((">ms/step", ">share", ">calls/step", ">mean µs", "kernel" if on_gpu else "operator"), [
-            (*_ms(steps, kernel["time_ms"]), _percent(kernel["share"]), f"{kernel['calls'] / steps:,.0f}",
+            (*_ms(steps, kernel["time_ms"]), percent(kernel["share"]), f"{kernel['calls'] / steps:,.0f}",
              f"{kernel['mean_us'] or 0:.1f}", f"{short(kernel['name'])} ({kernel['group']})")
             for kernel in document["kernels"][:_SHOWN]
         ]),
@@ -51,7 +52,7 @@ def _sent(document: dict[str, Any], folder: Path) -> str:
         return ""
     rows = [
         (_rank(rank, folder), *_ms(document["steps"], each["total_ms"], each["exposed_ms"]),
-         _percent(each["overlap_share"]))
+         percent(each["overlap_share"]))
         for rank, each in ranks
     ]  # fmt: skip
     return text_table(("rank", ">sending ms/step", ">waited for", ">overlap"), rows)
@@ -72,11 +73,11 @@ def _head(document: dict[str, Any]) -> list[tuple[str, str]]:
     step = f"{units.seconds(times['profiled'] / 1e3)} profiled"
     if times["before"]:
         step += f", {units.seconds(times['before'] / 1e3)} just before"
-    busy = f"{units.percent(document['busy_share'])} of the profiled time"
+    busy = f"{percent(document['busy_share'])} of the profiled time"
     if not on_gpu:
         busy += " in operators; the rest is Python and waiting"
     elif document["busy_share_unprofiled"] is not None:
-        busy += f"; {units.percent(document['busy_share_unprofiled'])} of the steps just before the profile"
+        busy += f"; {percent(document['busy_share_unprofiled'])} of the steps just before the profile"
     waits = document.get("host_waits_ms")  # older profiles do not have this key
     left = [] if waits is None else [f"waits {waits / document['steps']:.3f} ms per step for the GPU (0: launch-bound)"]
     per_step = [idle[key] / document["steps"] for key in ("ms", "gaps")]
@@ -86,10 +87,6 @@ def _head(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("idle", "{:.3f} ms per step, in {:,.0f} gaps".format(*per_step)),
         *(("host", text) for text in left),
     ]  # fmt: skip
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.1f} %"
 
 
 def _files(folder: Path) -> list[tuple[str, str]]:

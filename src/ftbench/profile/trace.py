@@ -21,7 +21,7 @@ MOST_BYTES = 2**30
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 GLOO = "gloo:"  # prefix of spans in gloo's threads
-_CALLS = {"cuda_runtime", "cuda_driver"}
+_KINDS = {"cpu_op": "op", "user_annotation": "range", "cuda_runtime": "call", "cuda_driver": "call"}
 LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
 _LEAST_SEEN = 0.99  # share of launches with a recorded kernel
 
@@ -116,13 +116,10 @@ def _keep(trace: Trace, event: dict[str, Any]) -> None:
         trace.steps.append((begin, end))
     elif kind == "user_annotation" and name.startswith(PREFIX):
         trace.phases.append((begin, end, name.removeprefix(PREFIX)))
-    elif kind == "cpu_op" or kind == "user_annotation":
-        span = Span(name, begin, end, "op" if kind == "cpu_op" else "range", details.get("Sequence number"),
-                    bool(details.get("Fwd thread id")))  # fmt: skip
+    elif kind in _KINDS:
+        span = Span(name, begin, end, _KINDS[kind], details.get("Sequence number"),
+                    bool(details.get("Fwd thread id")), int(details.get("correlation", 0)))  # fmt: skip
         trace.threads.setdefault(event.get("tid"), []).append(span)
-    elif kind in _CALLS:
-        call = Span(name, begin, end, "call", correlation=int(details.get("correlation", 0)))
-        trace.threads.setdefault(event.get("tid"), []).append(call)
 
 
 def _settle(trace: Trace) -> None:
@@ -136,7 +133,12 @@ def _settle(trace: Trace) -> None:
     trace.kernels = sorted((k for k in trace.kernels if k.end > 0), key=lambda kernel: kernel.begin)
     for spans in trace.threads.values():
         spans.sort(key=lambda span: (span.begin, -span.end))
-        _nest(spans)
+        stack: list[Span] = []
+        for span in spans:
+            while stack and stack[-1].end <= span.begin:
+                stack.pop()
+            span.parent = stack[-1] if stack else None
+            stack.append(span)
 
 
 def _check_gpu(trace: Trace, path: Path) -> None:
@@ -147,12 +149,3 @@ def _check_gpu(trace: Trace, path: Path) -> None:
     if seen < _LEAST_SEEN * len(launched):
         lost = f"the profiler lost GPU work: {seen:,} of {len(launched):,} launches have a kernel"
         raise TraceError(f"{path}: {lost}; profile fewer steps (--steps 1)")
-
-
-def _nest(spans: list[Span]) -> None:
-    stack: list[Span] = []
-    for span in spans:
-        while stack and stack[-1].end <= span.begin:
-            stack.pop()
-        span.parent = stack[-1] if stack else None
-        stack.append(span)

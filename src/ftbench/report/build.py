@@ -47,11 +47,6 @@ class Request:
     def every_answer(self) -> bool:
         return self.answers or self.hours is not None or self.format == "html"
 
-    @property
-    def any_measured(self) -> bool:
-        """Whether a requested section needs speeds."""
-        return self.every_answer or bool(self.compare is not None or self.prices)
-
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
@@ -108,7 +103,7 @@ def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Rendere
 def _sections(request: Request, runs: Sequence[Run], prices: Prices | None) -> list[Section]:
     """Return the answer and the sections that the options request."""
     parts = answer.sections(cells_of(runs), full=request.every_answer)
-    if not request.any_measured:
+    if not (request.every_answer or request.compare is not None or request.prices):  # no section needs speeds
         return parts
     measured = [run for run in runs if not any(text.startswith(_NOT_TIMED) for text in run.record["warnings"])]
     if request.compare is not None:

@@ -98,9 +98,8 @@ def _ranks(summary: RunSummary) -> str:
     if not ranks:
         return ""
     parts = [f"{units.rate(rate)} real tokens/s each"] if (rate := ranks.get("tokens_per_s_per_gpu")) else []
-    parts += (
-        [f"{units.gibibytes(peak['lowest'])} to {units.gibibytes(peak['highest'])} GiB at the peak"] if peak else []
-    )
+    if peak:
+        parts.append(f"{units.gibibytes(peak['lowest'])} to {units.gibibytes(peak['highest'])} GiB at the peak")
     skew = ranks.get("token_skew")
     parts += [f"{units.percent(skew)} of a step is spent waiting for the rank with the most tokens"] if skew else []
     if layers := ranks.get("layers"):

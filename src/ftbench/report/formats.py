@@ -55,15 +55,11 @@ def terminal(table: Table, footnote: str = "") -> str:
     headings = [heading if words else f">{heading}" for heading, words in zip(table.headings, table.words, strict=True)]
     parts = [folded(table.title)] if table.context else []
     parts.append(text_table(headings, table.rows))
-    below = [text for text in (footnote, *(f"note: {note}" for note in shown_notes(table.notes))) if text]
-    return "\n".join([*parts, *(["", *map(folded, below)] if below else [])]) + "\n"
-
-
-def shown_notes(notes: Sequence[str]) -> list[str]:
-    """Return the first notes, and a line with the number of further notes."""
-    left = len(notes) - MOST_NOTES
+    left = len(table.notes) - MOST_NOTES
     more = [f"{left} more note{'s' if left > 1 else ''}: use --format json"] if left > 0 else []
-    return [*notes[:MOST_NOTES], *more]
+    notes = (f"note: {note}" for note in [*table.notes[:MOST_NOTES], *more])
+    below = [text for text in (footnote, *notes) if text]
+    return "\n".join([*parts, *(["", *map(folded, below)] if below else [])]) + "\n"
 
 
 def markdown(table: Table, footnote: str = "") -> str:
@@ -121,11 +117,8 @@ def _markdown(report: Report) -> str:
 
 def _csv(report: Report) -> str:
     """Return one table as CSV: the table of runs, or the first section with records after the answer."""
-    if report.runs:
-        return csv_text(report.records)
-    return csv_text(
-        next((each.records for each in report.sections if each.records and not each.key.startswith(ANSWER)), ())
-    )
+    others = (each.records for each in report.sections if each.records and not each.key.startswith(ANSWER))
+    return csv_text(report.records if report.runs else next(others, ()))
 
 
 def csv_text(records: Sequence[Record]) -> str:

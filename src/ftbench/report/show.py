@@ -157,8 +157,10 @@ def _changes(spec: Experiment, summary: Mapping[str, Any]) -> Iterator[tuple[str
         rate = spec.train.learning_rate / 2
         yield "half the learning rate", "steps that are too large make losses infinite", {"train.learning_rate": rate}
     elif state == "ok" and not (summary.get("contention") or {}).get("contended"):
-        if bound == "data-bound":
-            yield from _faster_data(spec)
+        for name in _DATA:
+            if bound == "data-bound" and not getattr(spec.optimizations, name):
+                effect = (OPTIMIZATIONS[name].description or "").partition(";")[0]
+                yield name.replace("_", " "), effect, {f"optimizations.{name}": True}
         real, padded = ((summary.get("tokens_per_s") or {}).get(name) for name in ("real", "padded"))
         if real and padded and (share := 1 - real / padded) > _MUCH_PADDING:
             effect = f"{units.percent(share)} of the computed positions are padding"
@@ -188,13 +190,6 @@ def _less_memory(spec: Experiment) -> Iterator[tuple[str, str, Changes]]:
     if not spec.optimizations.gradient_checkpointing:
         change = {"optimizations.gradient_checkpointing": True} | launched
         yield "gradient checkpointing", "recomputes activations in the backward pass", change
-
-
-def _faster_data(spec: Experiment) -> Iterator[tuple[str, str, Changes]]:
-    for name in _DATA:
-        if not getattr(spec.optimizations, name):
-            effect = (OPTIMIZATIONS[name].description or "").partition(";")[0]
-            yield name.replace("_", " "), effect, {f"optimizations.{name}": True}
 
 
 def _command(command: str, run: RunDir, *options: str) -> str:

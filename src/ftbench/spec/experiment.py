@@ -210,7 +210,6 @@ class Experiment(Part):
 
     @model_validator(mode="after")
     def _combinations(self) -> Experiment:
-        problems = list(incompatibilities(self))
-        if problems:
+        if problems := incompatibilities(self):
             raise ValueError("; ".join(problems))
         return self

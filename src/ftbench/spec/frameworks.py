@@ -80,7 +80,10 @@ def incompatibilities(spec: Experiment) -> list[str]:
     """Return an error message for each setting that the framework does not support."""
     launch, on, train = spec.launch, spec.optimizations, spec.train
     if launch.framework == "trl":
-        return _of_trl(launch)
+        problems = ["launch.python is the interpreter of another framework: leave it out"] if launch.python else []
+        if launch.settings != "plain":
+            problems.append("launch.settings is for another framework: leave it out, or use `recipe: fastest` with trl")
+        return problems
     who, framework = f"launch.framework {launch.framework}", FRAMEWORKS[launch.framework]
     problems = []
     if not launch.python and launch.mock == "off":
@@ -136,13 +139,6 @@ def _of_verl(spec: Experiment, who: str) -> Iterator[str]:
 
 
 _OF: dict[str, Callable[[Experiment, str], Iterable[str]]] = {"megatron": _of_megatron, "verl": _of_verl}
-
-
-def _of_trl(launch: Launch) -> list[str]:
-    problems = ["launch.python is the interpreter of another framework: leave it out"] if launch.python else []
-    if launch.settings != "plain":
-        problems.append("launch.settings is for another framework: leave it out, or use `recipe: fastest` with trl")
-    return problems
 
 
 def packs(spec: Experiment) -> bool:

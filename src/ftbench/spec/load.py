@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
 from ftbench.facts import read_facts
 from ftbench.spec.base import nearest, shortened, shown
@@ -220,14 +221,9 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     If `over` names another method, dataset or model, drop the keys of `base` that do not apply to the new one. For
     example, a change from qlora to lora keeps `rank` and drops `double_quant`.
     """
-    result = dict(base)
-    for key, value in over.items():
-        old = result.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            result[key] = {**_surviving(key, old, value), **value}
-        else:
-            result[key] = value
-    return result
+    sections = {key: {**_surviving(key, base[key], value), **value} for key, value in over.items()
+                if isinstance(value, dict) and isinstance(base.get(key), dict)}  # fmt: skip
+    return {**base, **over, **sections}
 
 
 def _surviving(section: str, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -243,9 +239,7 @@ def _surviving(section: str, old: dict[str, Any], new: dict[str, Any]) -> dict[s
 
 
 def _sentences(error: ValidationError, layers: Sequence[SpecLayer]) -> list[str]:
-    by_key: dict[tuple[str, ...], list[Any]] = {}
-    for problem in error.errors(include_url=False):
-        by_key.setdefault(_key(problem["loc"]), []).append(problem)
+    by_key = grouped_by(error.errors(include_url=False), lambda problem: _key(problem["loc"]))
     sentences = []
     for key, problems in by_key.items():
         what = sentence(problems, Experiment, ("extends", "recipe", "sweep"))

@@ -4,6 +4,8 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +129,6 @@ def _folder(layers: Sequence[SpecLayer]) -> Path:
     return next((file.parent for each, file in sections if file and isinstance(each, dict) and "axes" in each), Path())
 
 
-def _expanded(key: str, value: Any, folder: Path) -> Any:
-    """Return the value of an axis with absolute paths. Keep short forms such as `method: lora`."""
-    parts = key.split(".")
-    if parts[0] in SHORT_FORMS and len(parts) == 1 and isinstance(value, str):
-        return value
-    value = expand(nested(parts, value), folder)
-    for part in parts:
-        value = value[part]
-    return value
-
-
 def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
     parts = key.split(".")
     where = origin if origin.startswith("--") else f"{origin}: sweep.axes"
@@ -152,7 +143,11 @@ def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
             f"{', '.join(sections)}, or train.batch_size; `ftbench list keys` shows all; or recipe)"
         )
     layers = tuple(SpecLayer(where, expand(nested(parts, value), folder)) for value in values)
-    return Axis(key, tuple(_expanded(key, value, folder) for value in values), layers)
+    written = tuple(  # with absolute paths; short forms such as `method: lora` stay
+        value if key in SHORT_FORMS and isinstance(value, str) else reduce(getitem, parts, layer.data)
+        for value, layer in zip(values, layers, strict=True)
+    )
+    return Axis(key, written, layers)
 
 
 def _of_command_line(text: str) -> Axis:

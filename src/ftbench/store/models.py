@@ -6,7 +6,7 @@ Files may come from other people and other versions of ftbench. A reader checks 
 
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from typing_extensions import TypeAliasType
@@ -56,19 +56,13 @@ class Empty(BaseModel):
 
 def _model(title: str, base: type[FileModel] = FileModel, /, **keys: Any) -> Any:
     """Create a pydantic model with these keys. A key is required if `_need` marks its type, otherwise optional."""
-    fields: dict[str, Any] = {
-        key: (kind.type, ...) if isinstance(kind, _Need) else (kind, None) for key, kind in keys.items()
-    }
+    fields: dict[str, Any] = {key: kind if isinstance(kind, tuple) else (kind, None) for key, kind in keys.items()}
     return create_model(title, __base__=base, **fields)
-
-
-class _Need(NamedTuple):
-    type: Any
 
 
 def _need(kind: Any) -> Any:
     """Mark a key of a pydantic model as required. `kind` is the type of the value."""
-    return _Need(kind)
+    return kind, ...
 
 
 def _list(kind: Any) -> Any:
@@ -190,7 +184,6 @@ def check(document: Any, model: type[BaseModel]) -> None:
         problems = [each for each in error.errors(include_url=False, include_input=False) if "Empty" not in each["loc"]]
         problem = next((each for each in problems if each["type"] in _NUMBER_PROBLEMS), problems[0])
         keys = takewhile(lambda key: "[" not in key, map(str, problem["loc"]))  # later keys name alternatives of a type
-        location = ".".join(
-            key for key in keys if not key[:1].isupper() and key != "constrained-float"
-        )  # models have upper-case names
+        # Models have upper-case names.
+        location = ".".join(key for key in keys if not key[:1].isupper() and key != "constrained-float")
         raise ValueError(f"{location[:80] or 'the document'}: {problem['msg']}") from None

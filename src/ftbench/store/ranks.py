@@ -19,7 +19,6 @@ from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
 from ftbench.store.steps import StepsWriter, read_steps
 
 TIERS = {"allocated": "peak_memory_gb", "reserved": "peak_reserved_gb", "device": "device_memory_gb"}
-SPREAD = ("step_time_s", "peak_memory_gb", "peak_reserved_gb", "device_memory_gb")
 
 
 def merge(ranks: Sequence[Sequence[StepRow]]) -> list[StepRow]:
@@ -98,13 +97,12 @@ def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
     """
     if len(ranks) < 2:
         return {}
-    columns_spread: dict[str, Any] = {}
-    for name in SPREAD:
-        columns = [[value for row in rows if (value := getattr(row, name)) is not None] for rows in ranks]
-        if all(columns):
-            timed = name == "step_time_s"
-            figures = [statistics.median(values[warmup:] or values) if timed else max(values) for values in columns]
-            columns_spread[name] = {"lowest": min(figures), "highest": max(figures)}
+    steps = [[row for row in rows if row.phase == "train"] for rows in ranks]
+    times = [[row.step_time_s for row in rows if row.step_time_s is not None] for rows in steps]
+    figures: dict[str, list[Any]] = {name: [_peak(rows, name) for rows in ranks] for name in TIERS.values()}
+    figures["step_time_s"] = [statistics.median(each[warmup:] or each) if each else None for each in times]
+    known = {name: values for name, values in figures.items() if None not in values}
+    columns_spread = {name: {"lowest": min(values), "highest": max(values)} for name, values in known.items()}
     memory = [{tier: _peak(rows, name) for tier, name in TIERS.items()} for rows in ranks]
     return {"count": len(ranks), "spread": columns_spread, "memory_gb": memory, "token_skew": token_skew(ranks, warmup)}
 

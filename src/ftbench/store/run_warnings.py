@@ -134,7 +134,7 @@ def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int)
 
     The wall time comes from the host clock, which is independent of device events. Evaluations are subtracted.
     """
-    if warm < 1 or len(train) - warm < stats.MINIMUM_STEADY:
+    if len(train) - (warm := max(warm, 2)) < stats.MINIMUM_STEADY:  # between steps 1 and 2, the settings are checked
         return None
     before, last = train[warm - 1].elapsed_time_sec, train[-1].elapsed_time_sec
     if before is None or last is None:

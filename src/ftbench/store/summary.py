@@ -81,8 +81,10 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
     summary.phases_s = _phases(phases, train, warm, state)
     summary.ranks = spread(ranks, warm) | stages(run, len(ranks))
     summary.warnings += [*warnings, *rank_warnings]
-    _learning(summary, everything, spec)
-    if profiled(spec):  # the profiler slows steps and launches
+    loss_scaled = spec.get("train", {}).get("precision") == "fp16"
+    summary.learning = run_warnings.learning(everything, loss_scaled)
+    summary.warnings += run_warnings.learning_warnings([row for row in everything if row.phase == "train"], loss_scaled)
+    if spec.get("measure", {}).get("profile", "off") != "off":  # the profiler slows steps and launches
         summary.warnings += [PROFILED, *run_warnings.warnings(everything, [], 0, machine, {}, ended_well=False)]
         return summary
     _first_steps(summary, train, warm)
@@ -125,12 +127,6 @@ def _described(run: RunDir, documents: dict[str, dict[str, Any]], state: dict[st
     )  # fmt: skip
 
 
-def _learning(summary: RunSummary, everything: Sequence[StepRow], spec: dict[str, Any]) -> None:
-    loss_scaled = spec.get("train", {}).get("precision") == "fp16"
-    summary.learning = run_warnings.learning(everything, loss_scaled)
-    summary.warnings += run_warnings.learning_warnings([row for row in everything if row.phase == "train"], loss_scaled)
-
-
 def _first_steps(summary: RunSummary, train: Sequence[StepRow], warm: int) -> None:
     """Set the times of the first step and of the warm-up, if these steps were recorded one by one.
 
@@ -140,11 +136,6 @@ def _first_steps(summary: RunSummary, train: Sequence[StepRow], warm: int) -> No
         summary.first_step_s = train[0].step_time_s
         if not warm or train[warm - 1].step == warm:
             summary.time_to_steady_s = total(row.step_time_s for row in train[:warm])
-
-
-def profiled(spec: dict[str, Any]) -> bool:
-    """Return whether the spec of a run turns on the profiler. The step times of a profiled run are not valid."""
-    return bool(spec.get("measure", {}).get("profile", "off") != "off")
 
 
 def as_dict(summary: RunSummary) -> dict[str, Any]:

@@ -119,10 +119,8 @@ def _of_axis(comparison: Comparison, key: str) -> bool:
     section, own = key.partition(".")[0], comparison.axis.partition(".")[0]
     if section != ("method" if own == RECIPE else own):
         return False
-    texts: dict[str, set[str | None]] = {}
-    for cell in comparison.cells:
-        texts.setdefault(comparison.value(cell), set()).add(cell.facts.get(key))
-    return all(len(values) == 1 for values in texts.values())
+    pairs = {(comparison.value(cell), cell.facts.get(key)) for cell in comparison.cells}
+    return len(pairs) == len({value for value, _ in pairs})
 
 
 def _name(key: str) -> str:

@@ -132,9 +132,8 @@ def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
     if fact.key.startswith("versions.") or fact.key in _RECENT:
         return None not in (fact.baseline, fact.candidate)
     if fact.key in core.UNPROVEN and IMPORTED in baseline.facts and IMPORTED in cell.facts:  # logs lack token hashes
-        return baseline.facts.get("dataset.name") is None or baseline.facts.get("dataset.name") != cell.facts.get(
-            "dataset.name"
-        )
+        name = baseline.facts.get("dataset.name")
+        return name is None or name != cell.facts.get("dataset.name")
     late = fact.key == "dataset.order_hash" or fact.key.startswith("applied.")
     return not late or bool(baseline.ok and cell.ok)
 

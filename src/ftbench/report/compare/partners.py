@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
 from ftbench.report.data.axes import (
     FRAMEWORK,
@@ -99,9 +100,7 @@ def partners(axis: str, baseline: Sequence[Cell]) -> Find:
     """
     section = axis.partition(".")[0]
     hard = [key for key in _HARD if not on_axis(axis, key) and key.partition(".")[0] != section]
-    groups: dict[Any, list[Cell]] = {}
-    for cell in baseline:
-        groups.setdefault(tuple(cell.facts.get(key) for key in hard), []).append(cell)
+    groups = grouped_by(baseline, lambda cell: tuple(cell.facts.get(key) for key in hard))
     indexed = {workload: _index(axis, group, hard) for workload, group in groups.items()}
 
     def find(cell: Cell) -> tuple[Cell | None, str]:
@@ -125,12 +124,9 @@ def _same_machine(cell: Cell, other: Cell) -> list[bool]:
 
 def _index(axis: str, group: Sequence[Cell], hard: Sequence[str]) -> tuple[list[str], dict[Any, list[Cell]]]:
     """Return the keys that vary between the baselines in `group`, and {values of these keys: baselines}."""
-    specs = [dict(cell.runs[0].spec) for cell in group]
+    specs = [cell.runs[0].spec for cell in group]
     varying = [
         key for key in dict.fromkeys(key for spec in specs for key in spec)
         if not on_axis(axis, key) and key not in hard and len({spec.get(key) for spec in specs}) > 1
     ]  # fmt: skip
-    table: dict[Any, list[Cell]] = {}
-    for cell, spec in zip(group, specs, strict=True):
-        table.setdefault(tuple(spec.get(key) for key in varying), []).append(cell)
-    return varying, table
+    return varying, grouped_by(group, lambda cell: tuple(cell.runs[0].spec.get(key) for key in varying))

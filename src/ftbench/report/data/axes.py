@@ -1,5 +1,6 @@
 """Keys by which runs are compared (axes): short names, values, columns, and differences that a key implies."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -219,18 +220,14 @@ def by_importance(keys: Iterable[str]) -> list[str]:
 def _labelled(key: str, specs: Sequence[Mapping[str, str]], labels: Sequence[str] | None) -> bool:
     if labels is None:
         return False
-    texts: dict[str, str] = {}
-    return all(texts.setdefault(label, spec.get(key, "")) == spec.get(key, "")
-               for label, spec in zip(labels, specs, strict=True))  # fmt: skip
+    pairs = {(label, spec.get(key, "")) for label, spec in zip(labels, specs, strict=True)}
+    return len(pairs) == len(set(labels))
 
 
 def headings(keys: Iterable[str]) -> list[str]:
     """Return the shortest unique suffix of each key: `seed`, or `train.seed` if `dataset.seed` is present too."""
     keys = [key.removeprefix(PREFIX).removesuffix(".name") for key in keys]
-    counts: dict[str, int] = {}
-    for key in keys:
-        for end in _ends(key):
-            counts[end] = counts.get(end, 0) + 1
+    counts = Counter(end for key in keys for end in _ends(key))
     return [next((end for end in _ends(key) if counts[end] == 1), key).replace("_", " ") for key in keys]
 
 

@@ -50,7 +50,7 @@ def spec_facts(run: RunDir) -> Mapping[str, str]:
         return facts
     today = _defaults(facts.get("method.name", ""))
     facts = {key: text for key, text in facts.items() if key in today or text not in ("off", "none")}
-    known = {key: text for key, text in today.items() if _within(key, written)}
+    known = {key: text for key, text in today.items() if isinstance(written.get(key.partition(".")[0]), dict)}
     older = {"objective.name": "sft"}  # how runs trained before these keys existed
     if not {"on"} & {facts.get(f"optimizations.{name}") for name in ("packing", "padding_free")}:
         older |= {"method.padded": "on"} if facts.get("method.name") == "unsloth" else {}
@@ -118,11 +118,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _matters(key: str) -> bool:
     section, _, rest = key.partition(".")
-    return (
-        key not in _IGNORED
-        and not key.startswith(_IGNORED_PREFIXES)
-        and (section != "launch" or rest in _KEPT_OF_LAUNCH)
-    )
+    if section == "launch" and rest not in _KEPT_OF_LAUNCH:
+        return False
+    return key not in _IGNORED and not key.startswith(_IGNORED_PREFIXES)
 
 
 def as_fact(key: str, value: Any) -> str:
@@ -149,8 +147,3 @@ def _defaults(method: str) -> dict[str, str]:
         for key, field in getattr(part, "model_fields", {}).items()
         if field.default is not PydanticUndefined and _matters(f"{name}.{key}") and not key.startswith("mock")
     }
-
-
-def _within(key: str, written: Mapping[str, Any]) -> bool:
-    """Return whether the stored spec of a run contains the section of this key."""
-    return isinstance(written.get(key.partition(".")[0]), dict)

@@ -84,11 +84,16 @@ def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:
 
 
 def named(cells: Iterable[Cell], axis: str = "") -> list[Cell]:
-    """Give each cell (repeated runs of one spec) a unique name and return the cells."""
+    """Give each cell (repeated runs of one spec) a name and return the cells. To make the names unique, append settings
+    or machine facts that differ."""
     cells = [replace(cell, way=way_of(cell.facts)) for cell in cells]
     others = {(cell.workload, cell.way) for cell in cells if cell.facts.get(FRAMEWORK, TRL) != TRL}
     by = (framework_words(cell.facts) * ((cell.workload, cell.way) in others) for cell in cells)
-    return with_unique_names([replace(cell, way=name + cell.way) for cell, name in zip(cells, by, strict=True)], axis)
+    cells = [replace(cell, way=name + cell.way) for cell, name in zip(cells, by, strict=True)]
+    same_name = grouped_by(cells, lambda cell: (cell.workload, cell.facts["gpu"], cell.name))
+    suffixes = {id(cell): text for group in same_name.values() if len(group) > 1
+                for cell, text in zip(group, _distinct(group, axis), strict=True)}  # fmt: skip
+    return [replace(cell, way=f"{cell.way} ({suffixes[id(cell)]})") if id(cell) in suffixes else cell for cell in cells]
 
 
 def _facts(group: Sequence[Run]) -> dict[str, str]:
@@ -184,14 +189,6 @@ def recipe_name(facts: Mapping[str, str]) -> str:
     if recipe == PLAIN[0] and method in METHODS and facts.get(SETTINGS) != "best":
         return recipe if method == "lora" else f"{recipe} {method}"
     return method
-
-
-def with_unique_names(cells: Sequence[Cell], axis: str) -> list[Cell]:
-    """Make the names of cells (repeated runs of one spec) unique: append settings or machine facts that differ."""
-    same_name = grouped_by(cells, lambda cell: (cell.workload, cell.facts["gpu"], cell.name))
-    suffixes = {id(cell): text for group in same_name.values() if len(group) > 1
-                for cell, text in zip(group, _distinct(group, axis), strict=True)}  # fmt: skip
-    return [replace(cell, way=f"{cell.way} ({suffixes[id(cell)]})") if id(cell) in suffixes else cell for cell in cells]
 
 
 def _distinct(group: Sequence[Cell], axis: str) -> list[str]:

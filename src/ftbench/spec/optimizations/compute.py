@@ -6,16 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ftbench.core.hardware import supports_fp8
-from ftbench.spec.base import (
-    OWN_KERNELS,
-    OWN_LOSS,
-    Capability,
-    Experiment,
-    Int,
-    Optimization,
-    Switch,
-    Word,
-)
+from ftbench.spec.base import OWN_KERNELS, OWN_LOSS, Capability, Experiment, Int, Optimization, Switch, Word
 from ftbench.spec.methods import GPT_OSS, family
 
 _FLASH = ("flash_attention_2", "flash_attention_3", "flex_attention")

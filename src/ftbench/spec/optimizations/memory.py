@@ -5,30 +5,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftbench.spec.base import (
-    Experiment,
-    Int,
-    Optimization,
-    Switch,
-)
+from ftbench.spec.base import Experiment, Int, Optimization, Switch
 from ftbench.spec.methods import Qlora
 
 
 def _gradient_checkpointing(spec: Experiment) -> Iterator[str]:
-    setting, strategy, objective = (
-        spec.optimizations.gradient_checkpointing,
-        spec.launch.strategy,
-        spec.objective.name,
-    )
+    setting, strategy = spec.optimizations.gradient_checkpointing, spec.launch.strategy
     key = f"optimizations.gradient_checkpointing {setting}"
     if setting in (True, False):
         return
     if strategy in ("fsdp", "tp+fsdp", "cp") and setting == "offload":
         yield f"{key}: {strategy} keeps the inputs of layers on the GPU: use on, selective or off"
-    if objective != "sft":
+    if spec.objective.name != "sft":
         yield (
-            f"{key} with objective {objective}: trl switches checkpointing of all layers off and on around the "
-            "reference model: use on or off"
+            f"{key} with objective {spec.objective.name}: trl switches checkpointing of all layers off and on around "
+            "the reference model: use on or off"
         )
 
 

@@ -13,15 +13,7 @@ from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import GRADED, OF_ADAPTERS, Experiment
 from ftbench.store.rundir import NOT_FINITE, read_json, write_json
 from ftbench.sweep import verdict
-from ftbench.sweep.parity_records import (
-    FAIL,
-    INCONCLUSIVE,
-    PASS,
-    Training,
-    agreement,
-    probe,
-    same_samples,
-)
+from ftbench.sweep.parity_records import FAIL, INCONCLUSIVE, PASS, Training, agreement, probe, same_samples
 from ftbench.sweep.plan.base import Job, Options, job
 from ftbench.sweep.plan.grid import Grid
 from ftbench.sweep.verdict import EIGHT_BIT, LevelResult

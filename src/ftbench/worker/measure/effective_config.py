@@ -178,7 +178,7 @@ def matmul_shape(model: Any) -> MatmulShape:
     """Return the number of weights that are multiplied with each token. Count only the experts that a token uses."""
     config, base = model.config.get_text_config(), base_model(model)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    visited = config.num_experts_per_tok / experts if experts else 1.0
+    visited = (getattr(config, "num_experts_per_tok", None) or config.top_k_experts) / experts if experts else 1.0
     tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
     layers, head, adapters = [0, 0], [0, 0], 0  # [all weights, trained weights]
     for name, kind, count, trained in _matrices(model):
