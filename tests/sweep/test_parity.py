@@ -16,7 +16,7 @@ from ftbench.store import rundir
 from ftbench.sweep import verdict
 from ftbench.sweep.parity import ParityTables
 from ftbench.sweep.parity_records import FAIL, INCONCLUSIVE, PASS, Training
-from ftbench.sweep.plan.base import Standing
+from ftbench.sweep.plan.base import FAILED, Standing
 from ftbench.sweep.plan.parity import PENDING, UNPROVEN, Contender, _is_refused
 from parity_runs import contender, plan_of
 
@@ -357,6 +357,22 @@ def test_control_that_passes_or_does_not_end_means_no_verdict(tmp_path, monkeypa
     (found,) = plan.judgements()
     assert (found.verdict, cause in found.reason) == (UNPROVEN, True), found
     assert not any(each.state == "caught" for each in plan.controls(recipe))
+
+
+@pytest.mark.parametrize("state", ["ok", "not finite"])
+def test_exit_code_is_that_of_the_recipes_and_not_of_the_controls(tmp_path, monkeypatch, state):
+    recipe = tiny("chunked", **CHUNKED)
+    plan = ended(tmp_path, monkeypatch, recipe)
+    monkeypatch.setattr(plan, "agreement", lambda _, job: record(loss=float("control" in job.values["recipe"])))
+    for job in plan.standings:
+        if job.values["recipe"].startswith("control"):
+            rundir.write_json(job.run.state, {"state": state})
+            plan.ended(job)
+    monkeypatch.setattr(plan, "controls_of", lambda _: [("lora_scale_x1.05", "forward")])
+    monkeypatch.setattr(plan, "_trained", lambda *_: verdict.LevelResult("training", PASS, ""))
+    failed = any(standing.state in FAILED for standing in plan.standings.values())
+    assert (failed, plan.passed()) == (state != "ok", True)
+    assert [ParityTables(plan, []).exit_code(code) for code in (int(failed), 130)] == [0, 130]
 
 
 def test_training_control_is_not_caught_by_its_learning_rate(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from ftbench.store.rundir import RunDir, read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.data.synthetic import draw
 from ftbench.worker.data.tokens import IGNORE
-from ftbench.worker.measure.levels import WIDTH, Levels, sketch
+from ftbench.worker.measure.levels import WIDTH, Levels, _moment, sketch
 
 CHAIN = {"mean_length": None, "length": 32, "samples": 200, "structure": "tasks", "eval_samples": 16}
 FULL = {"name": "full"}
@@ -109,6 +109,13 @@ def test_recorded_gradients_do_not_have_the_scale_of_fp16(tmp_path, norm, most, 
     levels._parameters, weight.grad = {"weight": weight}, torch.tensor([32.0])  # clipping removes the scale
     levels.on_pre_optimizer_step(SimpleNamespace(max_grad_norm=most), SimpleNamespace(global_step=1), None)
     assert levels._kept["gradient"][0][0][0] == kept
+
+
+def test_second_moment_in_8_bits_is_unknown():
+    weight = torch.zeros(2)
+    assert _moment({"exp_avg_sq": torch.tensor([4.0, 9.0])}, weight).tolist() == [2.0, 3.0]
+    for state in ({}, {"exp_avg_sq": torch.ones(2, dtype=torch.uint8)}):
+        assert _moment(state, weight).isnan().all()
 
 
 def test_tasks_need_their_prompts_and_mask_them():

@@ -82,26 +82,26 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
     norms = a["gradient"][point][:, 0]
     floor = NO_GRADIENT * float(sorted(norms[norms > 0])[int((norms > 0).sum()) // 2]) if (norms > 0).any() else 0.0
     clipping = math.log(_clip(b, point) / _clip(a, point))
-    dead: dict[str, list[str]] = {}
+    dead: dict[tuple[str, str], dict[str, None]] = {}
     rows: list[list[Any]] = []
     for index, name in enumerate(a["names"]):
         if name not in places or norms[index] <= floor:
             continue
         for change, what in CHANGES.items():
             x, y = a[change][point][index].astype(float), b[change][point][places[name]].astype(float)
-            if not x[0] > 0 or (change == "moment" and not b[change].any()):  # 8-bit states are not recorded
+            if not x[0] > 0 or (change == "moment" and math.isnan(y[0])):  # 8-bit states are not recorded
                 continue
             direction = float(((x[1:] / x[0] - y[1:] / y[0]) ** 2).sum()) ** 0.5 if y[0] > 0 else math.nan
             if y[0] <= NO_GRADIENT * x[0]:
-                dead.setdefault(f"no {what}", []).append(name)
+                dead.setdefault((f"no {what}", name * (what == "weight change")), {})[name] = None
                 if change == "gradient":
                     break  # the optimizer has nothing to apply
             elif not math.isfinite(direction):
-                dead.setdefault(f"a {what} that is not finite", []).append(name)
+                dead.setdefault((f"a {what} that is not finite", ""), {})[name] = None
             else:
                 rows.append([change, name, direction, math.log(y[0] / x[0]) - clipping * (change == "moment")])
-    return [f"{_few(list(dict.fromkeys(names)))} {'have' if len(names) > 1 else 'has'} {what}"
-            for what, names in dead.items()], rows  # fmt: skip
+    return [f"{_few([*names])} {'have' if len(names) > 1 else 'has'} {what}"
+            for (what, _), names in dead.items()], rows  # fmt: skip
 
 
 def _clip(side: dict[str, Any], point: int) -> float:

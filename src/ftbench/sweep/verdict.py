@@ -21,6 +21,7 @@ EVERY, PLAIN, EIGHT_BIT = "all tensors", "plain bfloat16", "8-bit products"
 LEVELS = ("forward", "gradient", "training")
 FACTOR = 2.0  # times the error of plain bfloat16, for a mean over samples or a median over tensors
 ONE_TENSOR = 4.0  # times the largest error of plain bfloat16, for the error of a single tensor
+UNRELATED = 1.3  # largest limit of a gradient's direction error, which is sqrt(2) for unrelated directions
 CLIPPING = 2.0**-7  # clipping in bfloat16 rounds the norm of all gradients and the factor, each by at most 2**-8
 SPREAD = 4.0  # least ratio of the loss that training removes and the spread between seeds, which sets the margin
 LEARNED = 0.05  # allowed difference of held-out losses, as a share of the loss that training removes
@@ -113,7 +114,7 @@ def gradient(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], s
     # bfloat16 weights near 1 cannot change by less than 0.004, neither in the recipe nor in plain bfloat16.
     rounded = {each for other in rounding for each in other["problems"] if "no weight change" in each}
     if problems := [each for each in record["problems"] if each not in rounded]:
-        return LevelResult("gradient", FAIL, "; ".join(problems))
+        return LevelResult("gradient", FAIL, "; ".join([*problems[:3], *["…"] * (len(problems) > 3)]))
     if rounds(spec) and not any(other["tensors"] for other in rounding):
         return LevelResult("gradient", INCONCLUSIVE, f"{PLAIN} has no finite gradient to compare with")
     return _result("gradient", tensor_checks(record, rounding, spec), "")
@@ -186,6 +187,8 @@ def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any
             median = _median(tensors[name] for name in members)
             checks.append(_Check(f"{group}: median {text}", median, limits.of_median(members) + rounded))
         limit = limits.of_tensor() + rounded
+        if what == "direction" and CHANGES[change] != "weight change":
+            limit = min(limit, max(UNRELATED, limit / ONE_TENSOR))
         checks += [_Check(f"{name}: {text}", error, limit) for name, error in tensors.items()]
     return checks
 
@@ -200,7 +203,7 @@ class _Limits:
     the group and of all tensors. A direction error of size d multiplies the norm by `1 + d**2 / 2`. Therefore, the
     limit of a norm error is at least `d**2 / 2`, where d is the limit of the direction error. But Adam's first step
     changes each weight by about the learning rate, and no direction error changes its norm. Therefore, this allowance
-    for a median is at most FACTOR times the computed limit, unless `BUDGETS` has a limit for d.
+    is at most FACTOR times the computed limit, unless `BUDGETS` has a limit for d.
     """
 
     budget: float | None
@@ -211,16 +214,16 @@ class _Limits:
         typical = _root_mean_square if self.direction else _median
         sizes = [max(typical([other.get(name, 0.0) for name in members]), typical(other.values()))
                  for other in self.rounding]  # fmt: skip
-        limit = FACTOR * max(sizes, default=0.0)
-        longer = self.direction.of_median(members) ** 2 / 2 if self.direction else 0.0
-        if self.direction and not self.direction.budget:
-            longer = min(longer, FACTOR * limit)
-        return max(limit, longer, (self.budget or 0.0) / 2)
+        direction = self.direction.of_median(members) if self.direction else 0.0
+        return max(self._with_length(FACTOR * max(sizes, default=0.0), direction), (self.budget or 0.0) / 2)
 
     def of_tensor(self) -> float:
         largest = max((error for other in self.rounding for error in other.values()), default=0.0)
-        longer = self.direction.of_tensor() ** 2 / 2 if self.direction else 0.0
-        return max(ONE_TENSOR * largest, longer, self.budget or 0.0)
+        direction = self.direction.of_tensor() if self.direction else 0.0
+        return max(self._with_length(ONE_TENSOR * largest, direction), self.budget or 0.0)
+
+    def _with_length(self, limit: float, error: float) -> float:
+        return max(limit, min(error**2 / 2, math.inf if self.direction and self.direction.budget else FACTOR * limit))
 
 
 def _limits(names: Sequence[str], allowed: Sequence[_Errors], point: str, change: str, what: str) -> _Limits:

@@ -174,8 +174,8 @@ class ParityPlan(Grid):
     def _job(
         self, spec: Experiment, changes: Mapping[str, Any], values: dict[str, Any], recipe: Contender | None
     ) -> Job:
-        sets = recipe.sets if recipe else ()
-        return job(with_changes(spec, changes), sets, values, 1, self.options.folder, self.options.gpu)
+        spec, sets = with_changes(spec, changes), recipe.sets if recipe else ()
+        return job(spec, sets, values, 1, self.options.folder, self.options.gpu)
 
     # --- verdicts -----------------------------------------------------------------------------------------------------
 
@@ -219,11 +219,10 @@ class ParityPlan(Grid):
             jobs = [self.record_of(self.plain(recipe), recipe, name)]
             results = [each for each in self._recorded(recipe, jobs[0]) if level in ("any", each.level)]
         failed = next((each for each in results if _is_refused(each)), None)
-        pending = any(each.state == PENDING for each in results)
         ended = [self.standings[each] for each in jobs if self.standings[each].done]
         if any(each.state not in ("ok", NOT_FINITE) for each in ended):  # for example, the control damages nothing
             return ControlResult(name, level, BROKEN, failed or results[0])
-        state = "caught" if failed else PENDING if pending else "missed"
+        state = "caught" if failed else PENDING if any(each.state == PENDING for each in results) else "missed"
         return ControlResult(name, level, state, failed or results[0])
 
     def _recorded(self, recipe: Contender, record: Job) -> tuple[LevelResult, LevelResult]:
@@ -231,8 +230,7 @@ class ParityPlan(Grid):
         rounding = [self.record_of(self.plain(recipe), recipe)] if verdict.rounds(recipe.spec) else []
         if why := self._missing([self.record_of(recipe.reference, recipe), *rounding], [record]):
             return (LevelResult("forward", *why), LevelResult("gradient", *why))
-        allowed = [self.agreement(recipe, each) for each in rounding]
-        own = self.agreement(recipe, record)
+        own, *allowed = [self.agreement(recipe, each) for each in (record, *rounding)]
         return verdict.forward(own, allowed, recipe.spec), verdict.gradient(own, allowed, recipe.spec)
 
     def _trained(self, recipe: Contender, jobs: Sequence[Job]) -> LevelResult:

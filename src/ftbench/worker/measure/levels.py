@@ -107,7 +107,7 @@ class Levels(TrainerCallback):
     def _load(self, point: str) -> None:
         """Copy the reference run's `initial` or `trained` weights to the model. Raise MissingError without the file."""
         if not self._weights.is_file():
-            raise MissingError(f"{self._weights}: weights of the reference run not found; run the parity check again")
+            raise MissingError(f"{self._weights}: weights of the reference run not found; use another --out")
         with safe_open(self._weights, "pt") as file:
             known = set(file.keys())
             for name, parameter in self._parameters.items():
@@ -167,10 +167,10 @@ def _only(row: dict[str, Any], sample: int | None) -> dict[str, Any]:
 
 
 def _moment(state: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
-    """Return the square root of Adam's second moment. Return zeros if the moment is missing or in 8 bits."""
+    """Return the square root of Adam's second moment. Return NaN if the moment is missing or in 8 bits."""
     kept: Any = state.get("exp_avg_sq")
     known = type(kept) is torch.Tensor and kept.is_floating_point()
-    return kept.float().sqrt() if known else torch.zeros_like(parameter)
+    return kept.float().sqrt() if known else torch.full_like(parameter, torch.nan)
 
 
 def _plain(value: Any) -> Any:
