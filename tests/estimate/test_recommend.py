@@ -51,6 +51,14 @@ def ask(*names: str, spec: dict | None = None, samples: float = 1e6, **limits: o
 
 
 @pytest.fixture
+def few_ways(monkeypatch):
+    """Three recipes and no combinations: enough for tests that do not depend on the ways to train."""
+    few = {name: shipped_recipes()[name] for name in ("fastest", "small", "smallest")}
+    monkeypatch.setattr(candidates, "_combined", lambda *_: ())
+    monkeypatch.setattr(candidates, "shipped_recipes", lambda: few)
+
+
+@pytest.fixture
 def spec_file(tmp_path):
     path = tmp_path / "night.yaml"
     path.write_text(json.dumps({key: value for key, value in SPEC.items() if key != "name"}))
@@ -141,6 +149,7 @@ def test_small_steps_are_not_packed():
     ((), {12}), (("--effective-batch", "32"), {32}), (("--effective-batch", "any"), None),
     (("--set", "train.batch_size=8"), {24}),
 ], ids=str)  # fmt: skip
+@pytest.mark.usefixtures("few_ways")
 def test_the_specs_effective_batch_is_the_default(ftbench, spec_file, arguments, held):
     asked = ("--gpu", "H200 SXM", "--samples", 5000, "--set", "train.gradient_accumulation_steps=3", *arguments)
     _, out, _ = ftbench("recommend", spec_file, *asked, "--json")
@@ -173,6 +182,7 @@ def test_a_spec_that_does_not_fit_comes_with_a_command_that_does(ftbench, spec_f
     ("--gpu", "L40S", "--gpus", 2, "--strategy", "ddp", "--set", "method=full"),
     ("--gpu", "L4,L40S"),
 ], ids=str)  # fmt: skip
+@pytest.mark.usefixtures("few_ways")
 def test_the_command_for_several_gpus_fits(ftbench, spec_file, options):
     code, out, _ = ftbench("estimate", spec_file, "--check", *options)
     assert code != 0
@@ -241,6 +251,7 @@ def test_without_a_fit_the_reasons_are_named():
     assert any(reason.startswith("does not fit at batch 1 on L4") for reason in found.ruled_out)
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_a_budget_rules_out_more_expensive_options():
     prices = load_prices(ROOT / "configs" / "prices-example.yaml")
     free = ask(prices=prices).options
@@ -288,6 +299,7 @@ def test_recommending_needs_few_calls():
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_the_best_way_is_written_as_a_valid_spec(ftbench, spec_file, tmp_path):
     best = tmp_path / "best.yaml"
     code, out, err = ftbench(
@@ -314,6 +326,7 @@ def test_json_has_options_and_the_spec(ftbench, spec_file):
     assert any(option["changes_the_loss"] for option in found["options"] if "fp8" in option["optimizations"])
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_no_option_is_exit_code_1(ftbench, spec_file):
     code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200 SXM", "--samples", 10**12, "--deadline", "8h")
     assert code == 1
@@ -321,6 +334,7 @@ def test_no_option_is_exit_code_1(ftbench, spec_file):
 
 
 @pytest.mark.parametrize("mean", [300, 1200])
+@pytest.mark.usefixtures("few_ways")
 def test_answer_at_another_length_is_the_answer_to_a_question_about_it(tmp_path, mean):
     def asked(length):
         sets = spec_sets(None, None, None, length, 20_000)
@@ -344,11 +358,9 @@ CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.
 CARDS = ",".join(gpu.name for gpu in gpus()[:20])
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_all_shipped_configs_on_20_cards_have_one_answer(monkeypatch, tmp_path):
-    """The first row, the sentence, the written spec and the command agree. Few ways are enough for that."""
-    few = {name: shipped_recipes()[name] for name in ("fastest", "small", "smallest")}
-    monkeypatch.setattr(candidates, "_combined", lambda *_: ())
-    monkeypatch.setattr(candidates, "shipped_recipes", lambda: few)
+    """The first row, the sentence, the written spec and the command agree."""
     monkeypatch.setattr(requests, "with_lengths", lambda answer: answer)
     for path in CONFIGS:
         request = requests.RecommendRequest(path, gpu=CARDS, samples=1000, store=tmp_path)
@@ -396,6 +408,7 @@ def test_the_decision_guide_has_the_answers_of_recommend(monkeypatch):
             assert [way, batch] == told, f"{model} on {gpu}: run scripts/decision-table"
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_the_answer_states_the_mean_sample_length(ftbench, spec_file):
     out = " ".join(ftbench("recommend", spec_file, "--gpu", "H200 SXM", "--samples", 1000)[1].split())
     assert "mean 117 tokens (random, with the mean of japanese-alpaca)" in out
@@ -431,6 +444,7 @@ def test_a_batch_of_unknown_data_is_not_all_samples(ftbench, spec_file):
     assert "none, even batch 1 may not fit" in ftbench(*full, "T4")[1]
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench, spec_file):
     code, out, err = ftbench("recommend", spec_file, "--gpu", "T4,H200 SXM", "--samples", 1000, "--json")
     found = json.loads(out)
@@ -483,6 +497,7 @@ def test_estimate_reports_time_energy_and_cost(ftbench, spec_file):
     assert "kWh" in out
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_a_missing_price_is_named(ftbench, spec_file):
     asked = ("estimate", spec_file, "--prices", ROOT / "configs" / "prices-example.yaml")
     _, alone, _ = ftbench(*asked, "--gpu", "H200 SXM")
@@ -498,6 +513,7 @@ def test_a_missing_price_is_named(ftbench, spec_file):
 
 
 @pytest.mark.parametrize("count", [2**63 - 1, 10**17])
+@pytest.mark.usefixtures("few_ways")
 def test_very_many_samples_are_estimated(ftbench, spec_file, count):
     data = f"dataset={{name: synthetic, mean_length: 200, samples: {count}, max_length: 2048}}"
     for command in ("estimate", "recommend"):
