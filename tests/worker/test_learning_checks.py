@@ -114,8 +114,8 @@ def test_recorded_gradients_do_not_have_the_scale_of_fp16(tmp_path, norm, most, 
 def test_second_moment_in_8_bits_is_unknown():
     weight = torch.zeros(2)
     assert _moment({"exp_avg_sq": torch.tensor([4.0, 9.0])}, weight).tolist() == [2.0, 3.0]
-    for state in ({}, {"exp_avg_sq": torch.ones(2, dtype=torch.uint8)}):
-        assert _moment(state, weight).isnan().all()
+    assert _moment({"exp_avg_sq": torch.ones(2, dtype=torch.uint8)}, weight).isnan().all()
+    assert _moment({}, weight).tolist() == [0.0, 0.0]
 
 
 def test_tasks_need_their_prompts_and_mask_them():

@@ -132,11 +132,13 @@ def _per_position(steady: Sequence[StepRow]) -> list[float]:
 def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int) -> float | None:
     """Return `device time / wall time - 1` of the steady steps, or None for fewer than MINIMUM_STEADY steps.
 
-    The wall time comes from the host clock, which is independent of device events. Evaluations are subtracted.
+    The wall time comes from the host clock, which is independent of device events. Evaluations are subtracted. Step 2
+    does not count, because the settings are checked between steps 1 and 2.
     """
-    if len(train) - (warm := max(warm, 2)) < stats.MINIMUM_STEADY:  # between steps 1 and 2, the settings are checked
+    first = max(warm, 2)
+    if warm < 1 or len(train) - first < stats.MINIMUM_STEADY:
         return None
-    before, last = train[warm - 1].elapsed_time_sec, train[-1].elapsed_time_sec
+    before, last = train[first - 1].elapsed_time_sec, train[-1].elapsed_time_sec
     if before is None or last is None:
         return None
     evaluated = total(
@@ -144,7 +146,7 @@ def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int)
         if row.phase == "evaluate" and row.elapsed_time_sec and before < row.elapsed_time_sec <= last
     )  # fmt: skip
     wall = last - before - evaluated
-    return total(row.step_time_s for row in train[warm:]) / wall - 1 if wall > 0 else None
+    return total(row.step_time_s for row in train[first:]) / wall - 1 if wall > 0 else None
 
 
 # --- finite losses, and contention ------------------------------------------------------------------------------------

@@ -82,6 +82,8 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
     norms = a["gradient"][point][:, 0]
     floor = NO_GRADIENT * float(sorted(norms[norms > 0])[int((norms > 0).sum()) // 2]) if (norms > 0).any() else 0.0
     clipping = math.log(_clip(b, point) / _clip(a, point))
+    # {(problem, group): tensors}, one sentence each. A missing weight change has a sentence per tensor, because the
+    # verdict ignores it in tensors that plain bfloat16 does not change either.
     dead: dict[tuple[str, str], dict[str, None]] = {}
     rows: list[list[Any]] = []
     for index, name in enumerate(a["names"]):
@@ -89,11 +91,14 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
             continue
         for change, what in CHANGES.items():
             x, y = a[change][point][index].astype(float), b[change][point][places[name]].astype(float)
-            if not x[0] > 0 or (change == "moment" and math.isnan(y[0])):  # 8-bit states are not recorded
+            if not x[0] > 0:
+                continue
+            if change == "moment" and (math.isnan(y[0]) or not b[change].any()):  # in 8 bits, or another optimizer
                 continue
             direction = float(((x[1:] / x[0] - y[1:] / y[0]) ** 2).sum()) ** 0.5 if y[0] > 0 else math.nan
             if y[0] <= NO_GRADIENT * x[0]:
-                dead.setdefault((f"no {what}", name * (what == "weight change")), {})[name] = None
+                group = name if what == "weight change" else ""
+                dead.setdefault((f"no {what}", group), {})[name] = None
                 if change == "gradient":
                     break  # the optimizer has nothing to apply
             elif not math.isfinite(direction):

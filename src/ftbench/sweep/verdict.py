@@ -21,7 +21,7 @@ EVERY, PLAIN, EIGHT_BIT = "all tensors", "plain bfloat16", "8-bit products"
 LEVELS = ("forward", "gradient", "training")
 FACTOR = 2.0  # times the error of plain bfloat16, for a mean over samples or a median over tensors
 ONE_TENSOR = 4.0  # times the largest error of plain bfloat16, for the error of a single tensor
-UNRELATED = 1.3  # largest limit of a gradient's direction error, which is sqrt(2) for unrelated directions
+UNRELATED = 1.3  # largest limit of the direction error of a gradient or a second moment (sqrt(2): unrelated directions)
 CLIPPING = 2.0**-7  # clipping in bfloat16 rounds the norm of all gradients and the factor, each by at most 2**-8
 SPREAD = 4.0  # least ratio of the loss that training removes and the spread between seeds, which sets the margin
 LEARNED = 0.05  # allowed difference of held-out losses, as a share of the loss that training removes
@@ -114,7 +114,7 @@ def gradient(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], s
     # bfloat16 weights near 1 cannot change by less than 0.004, neither in the recipe nor in plain bfloat16.
     rounded = {each for other in rounding for each in other["problems"] if "no weight change" in each}
     if problems := [each for each in record["problems"] if each not in rounded]:
-        return LevelResult("gradient", FAIL, "; ".join([*problems[:3], *["…"] * (len(problems) > 3)]))
+        return LevelResult("gradient", FAIL, "; ".join(problems[:3]) + ("; …" if problems[3:] else ""))
     if rounds(spec) and not any(other["tensors"] for other in rounding):
         return LevelResult("gradient", INCONCLUSIVE, f"{PLAIN} has no finite gradient to compare with")
     return _result("gradient", tensor_checks(record, rounding, spec), "")

@@ -45,8 +45,9 @@ _FORWARD = 0.3
 # copied in both passes, and optimizer states in the backward pass, after the weights. The step waits for the rest.
 WEIGHTS, STATES = "offload.weights", "offload.states"
 OVERLAPS = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
-# Python operations and kernel launches per second; a fitted coefficient corrects this value. On the host of an H200,
-# `ftbench probe` measured this time per torch operation. A host with a longer time starts fewer operations.
+# Python operations and kernel launches per second; a fitted coefficient corrects this value. The second value is the
+# time per torch operation in µs that `ftbench probe` measured on the host of an H200 (results/h200/recipes/probe). On a
+# host with another time, the rate changes in proportion.
 HOST_OPERATIONS_S, _LAUNCH_US = 1e5, 6.26
 
 

@@ -5,7 +5,7 @@ For synthetic data, the prediction is exact. For real data, the prediction is a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -131,9 +131,9 @@ def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) 
     rows, longest = layout.size, dataset.max_length
     if file is not None and not layout.packing:
         longest = min(longest, file.most)
-    heaviest = BatchShape(rows, layout.width(longest), rows * (longest - 1))
-    if layout.flat:
-        heaviest = replace(heaviest, rows=1, length=rows * longest)
+    labels = rows * (longest - 1)
+    padded_rows = BatchShape(rows, layout.width(longest), labels)
+    heaviest = BatchShape(1, rows * longest, labels) if layout.flat else padded_rows
     least = None if layout.packing else _unknown(dataset, layout, file, _UNLIKELY)
     return Largest(expected, heaviest, not single, False, basis, least)
 

@@ -167,10 +167,12 @@ def _only(row: dict[str, Any], sample: int | None) -> dict[str, Any]:
 
 
 def _moment(state: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
-    """Return the square root of Adam's second moment. Return NaN if the moment is missing or in 8 bits."""
+    """Return the square root of Adam's second moment. Return zeros if the moment is missing, and NaN if it is in 8
+    bits."""
     kept: Any = state.get("exp_avg_sq")
-    known = type(kept) is torch.Tensor and kept.is_floating_point()
-    return kept.float().sqrt() if known else torch.full_like(parameter, torch.nan)
+    if type(kept) is torch.Tensor and kept.is_floating_point():
+        return kept.float().sqrt()
+    return torch.full_like(parameter, 0.0 if kept is None else torch.nan)
 
 
 def _plain(value: Any) -> Any:
