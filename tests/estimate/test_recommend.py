@@ -504,6 +504,8 @@ def test_a_missing_price_is_named(ftbench, spec_file):
     assert re.search(r"\ncost +not known: use --samples N\n", alone)  # how many rows the data set has is not known
     _, out, _ = ftbench(*asked, "--gpu", "H200 SXM,L40S", "--samples", 1000)
     assert re.search(r"\nL40S .* no price ", out)
+    _, ranked, _ = ftbench("recommend", *asked[1:], "--gpu", "H200 SXM,L40S", "--samples", 1000)
+    assert re.search(r"\nL40S .* no price ", ranked)
     _, without, _ = ftbench("estimate", spec_file, "--gpu", "H200 SXM,L40S")
     heading = without[without.rindex("\nGPU") :].splitlines()[1].split("  ")
     assert [name.strip() for name in heading if name.strip()] == [

@@ -178,6 +178,22 @@ def test_gpu_without_a_price_is_noted(tmp_path):
     assert [record["gpu"] for record in found["cost"]["records"]] == ["NVIDIA H200"]
 
 
+@pytest.mark.parametrize("name", ["table", "md", "html", "json"])
+def test_prices_of_other_gpus_are_noted(tmp_path, name):
+    made_run(tmp_path / "runs", "a", gpu="NVIDIA L4")
+    done = report(tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM: {{{RENT}}}"), "--format", name)
+    assert done.returncode == 0, done.stderr
+    assert "NVIDIA L4: no price in prices.yaml" in done.stdout
+
+
+def test_price_of_two_driver_names_is_noted_once(tmp_path):
+    made_run(tmp_path / "runs", "a", gpu="NVIDIA A100 80GB PCIe")
+    made_run(tmp_path / "runs", "b", gpu="NVIDIA A100-SXM4-80GB")
+    found = document(tmp_path / "runs", "--prices", price_file(tmp_path, f"A100 80GB: {{{RENT}}}"))
+    assert len(found["cost"]["records"]) == 2
+    assert len(found["cost"]["notes"]) == 1
+
+
 def test_no_prices_no_costs(tmp_path):
     made_run(tmp_path / "runs", "a")
     found = document(tmp_path / "runs")

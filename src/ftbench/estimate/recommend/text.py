@@ -71,9 +71,9 @@ def _row(option: Option, goal: Goal) -> list[str]:
     seconds = option.seconds
     return [
         option.location, way_words(option.spec), _batch(option.spec), units.seconds(seconds.expected),
-        str(option.cost or ""), units.gibibytes(option.memory.device.expected), _deadline(option, goal),
-        f"{units.seconds(seconds.low)} to {units.seconds(seconds.high)}", option.duration.basis,
-        LIMITS.get(option.duration.bound, ""),
+        str(option.cost or ("no price" if goal.prices else "")), units.gibibytes(option.memory.device.expected),
+        _deadline(option, goal), f"{units.seconds(seconds.low)} to {units.seconds(seconds.high)}",
+        option.duration.basis, LIMITS.get(option.duration.bound, ""),
     ]  # fmt: skip
 
 

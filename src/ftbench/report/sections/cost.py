@@ -77,16 +77,18 @@ def energy(cells: Sequence[Cell]) -> Section | None:
 
 
 def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None:
-    """Return the section with the costs of each recipe on rented and on owned GPUs, or None if no GPU has a price."""
+    """Return the section with the costs of each recipe on rented and on owned GPUs. It has only notes if no GPU has a
+    price, and is None if there are no cells."""
     records = [record for cell in cells for record in _records(cell, prices, hours)]
-    valid = [cell for cell in cells if cell.measured]
     amounts = {"1 h": "per_hour", "1k samples": "per_1k_samples", "1M tokens": "per_1m_real_tokens",
                f"{hours:g} h": "per_night"}  # fmt: skip
     columns = {"way": formatted("way")} | {heading: _amount(name) for heading, name in amounts.items()}
-    cheapest = _cheapest([record for cell in valid for record in _records(cell, prices, hours)])
+    cheapest = _cheapest([record for cell in cells if cell.measured for record in _records(cell, prices, hours)])
     words = ("All GPUs of a run at its steady speed. Tokens are real tokens; samples are real tokens divided by the "
              "mean length of the data.", *cheapest)  # fmt: skip
-    return section("cost", "Cost", records, columns, words, text=("way",), notes=_notes(cells, prices, records))
+    notes = _notes(cells, prices, records)
+    known = section("cost", "Cost", records, columns, words, text=("way",), notes=notes)
+    return known or (Section("cost", "Cost", paragraphs=notes) if notes else None)
 
 
 def _amount(name: str) -> Callable[[Record], str]:
@@ -119,18 +121,16 @@ def _named(record: Mapping[str, Any]) -> str:
 
 
 def _notes(cells: Sequence[Cell], prices: Prices, records: Sequence[dict[str, Any]]) -> list[str]:
-    used = dict.fromkeys(cell.facts["gpu"] for cell in cells)
     notes = []
-    for gpu in used:
-        price = prices.of(gpu)
-        if price is None:
+    for gpu in dict.fromkeys(cell.facts["gpu"] for cell in cells):
+        if (price := prices.of(gpu)) is None:
             notes.append(f"{gpu}: no price in {prices.path.name}, so its cost is unknown")
             continue
         notes += [f"{canonical_name(gpu)}, {_terms(terms)}" for terms in (price.rent, price.owned) if terms is not None]
     notes += dict.fromkeys(f"{record['gpu']}: {record['why']}" for record in records if record["why"])
     if len({record["currency"] for record in records}) > 1:
         notes.append("amounts are in the currencies of the price file: they are not converted, added or compared")
-    return notes
+    return list(dict.fromkeys(notes))  # two driver names may have the same price
 
 
 def _terms(terms: Rent | Owned) -> str:
