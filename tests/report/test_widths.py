@@ -160,6 +160,7 @@ def store(tmp_path):
         ("method=lora", "a"), ("method=lora,full", "ad"), ("method!=lora", "bcd"), ("rank=16", "b"),
         ("method.rank=8", "ac"), ("gpu=RTX PRO", "c"), ("state=ok", "abc"), ("tokens/s>=8000", "ab"),
         ("peak GiB<100", "abc"), ("memory_gb.allocated_peak < 1e3", "abc"), ("double_quant=true", "bc"),
+        ("recipe=plain qlora", "bc"),
     ],
 )  # fmt: skip
 def test_where_keeps_matching_runs(ftbench, store, condition, kept):

@@ -12,6 +12,7 @@ from ftbench.errors import SpecError
 from ftbench.report.data.axes import headings
 from ftbench.report.data.collect import Record, data_labels, state_of
 from ftbench.report.data.facts import spec_facts
+from ftbench.report.data.groups import recipe_name
 from ftbench.report.runs_table import CONTEXT, FIGURES, context_of
 from ftbench.spec.base import nearest, shortened
 from ftbench.store.rundir import RunDir
@@ -84,7 +85,7 @@ def _columns(records: Sequence[Record]) -> dict[str, tuple[Values, bool]]:
     names = [*keys, *headings(keys), *headings(varying)]  # headings as in `runs_table`, where only some keys vary
     for heading, key in zip(names, [*keys, *keys, *varying], strict=True):
         columns[_plain(heading)] = [spec.get(key) for spec in specs], False
-    shown = [_shown(record, data) for record, data in zip(records, data_labels(records), strict=True)]
+    shown = list(map(_shown, records, data_labels(records), specs))
     columns |= {name: ([texts[name] for texts in shown], False) for name in shown[0]} if shown else {}
     return columns | {
         _plain(column.heading): (_of(records, column.source), column.more_is_better) for column in FIGURES
@@ -98,11 +99,11 @@ def _of(records: Sequence[Record], name: str) -> Values:
             for record, value in zip(records, values, strict=True)]  # fmt: skip
 
 
-def _shown(record: Record, data: str) -> Mapping[str, Any]:
+def _shown(record: Record, data: str, spec: Mapping[str, str]) -> Mapping[str, Any]:
     """Return {heading: text} for a record, with the headings of the table of runs."""
     texts = {CONTEXT[name].casefold(): text for name, text in context_of(record, data).items()}
     more = {"method": record["method"], "batch": record["batch_size"], "state": state_of(record)}
-    return texts | more | {"#": record.get("number")}
+    return texts | more | {"#": record.get("number"), "recipe": recipe_name(spec)}
 
 
 def _plain(name: object) -> str:
