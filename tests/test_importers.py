@@ -56,6 +56,12 @@ def test_line_per_step_gives_step_times_and_rates(tmp_path):
     assert [row.step for row in read_steps(run.steps)[0]] == list(range(1, 31))
 
 
+def test_byte_order_mark_is_ignored(tmp_path):
+    path = write_csv(tmp_path / "log.csv", [(step, 0.5 * step) for step in range(1, 31)])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert imported(path, tmp_path / "out")[1]["step_time_s"]["median"] == pytest.approx(0.5)
+
+
 def test_missing_fields_stay_empty(tmp_path):
     run, found = imported(write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)]), tmp_path / "out")
     assert found["tokens_per_s"] == {"real": None, "padded": None, "label": None}

@@ -77,7 +77,7 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
     if about.method not in METHODS:
         raise SpecError(f"import: {about.method!r} is not a method (allowed: {', '.join(METHODS)})")
     try:
-        data = rundir.read_bytes(file)
+        data = rundir.read_bytes(file).removeprefix(b"\xef\xbb\xbf")  # the byte order mark of Excel
     except (OSError, ValueError) as error:
         raise SpecError(f"{file}: {file_problem(error) if isinstance(error, OSError) else error}") from None
     digest = hashlib.sha256(data).hexdigest()

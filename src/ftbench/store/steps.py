@@ -86,7 +86,7 @@ def _text(path: Path) -> tuple[str, str | None]:
     """Return the text of a file, and an error message or None. The text of a missing file is empty."""
     try:
         with open_plain_file(path, MOST_CSV_BYTES) as file:
-            return file.read().decode("utf-8", errors="replace"), None
+            return file.read().decode("utf-8-sig", errors="replace"), None
     except FileNotFoundError:
         return "", None
     except (OSError, ValueError) as error:
