@@ -50,6 +50,15 @@ def test_night_shorter_than_the_start_has_zero_samples(tmp_path):
     assert night(cells(tmp_path), 0.001).records[0]["samples"] == 0
 
 
+def test_night_without_a_known_start_leaves_it_empty(tmp_path):
+    run = make_run(tmp_path, "a", steps(noise=0))
+    known = rundir.read_json(run.summary)
+    rundir.write_json(run.summary, known | {"time_to_steady_s": None, "phases_s": {}})
+    section = night(cells(tmp_path))
+    assert section.records[0]["start_s"] is None
+    assert section.table.rows[0][section.table.headings.index("start")] == ""
+
+
 def test_night_skips_runs_without_a_rate(tmp_path):
     make_run(tmp_path, "a", steps(1), state=OOM)
     assert night(cells(tmp_path)) is None

@@ -40,7 +40,7 @@ def night(cells: Sequence[Cell], hours: float = 8.0) -> Section | None:
         start, tokens = max((_start_s(run) for run in cell.valid), default=0.0), cell.figure(TOKENS)
         left = max(0.0, hours * 3600 - start)
         records.append({
-            **names_of(cell), "samples_per_hour": rate * 3600, "start_s": start, "hours": hours,
+            **names_of(cell), "samples_per_hour": rate * 3600, "start_s": start or None, "hours": hours,
             "samples": rate * left, "real_tokens": None if tokens is None else tokens * left,
         })  # fmt: skip
     columns = {
