@@ -105,6 +105,14 @@ def test_accumulation_and_a_short_last_batch_are_counted(train_here):
     assert [row.epoch for row in rows if row.phase == "evaluate"] == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m["name"])
+def test_evaluation_does_not_change_later_steps(train_here, method):
+    made = {"method": method, "dataset": {"samples": 4, "eval_samples": 2}, "train": {"epochs": 2}}
+    runs = [rows_of(train_here(**made, measure={"eval": when})) for when in ("end", "epoch")]
+    end, epoch = ([(row.loss, row.grad_norm) for row in rows if row.phase == "train"] for rows in runs)
+    assert epoch == end
+
+
 def test_accumulation_equals_one_large_batch(train_here):
     def losses(batch, accumulation):
         run = train_here(

@@ -36,7 +36,6 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         self.forget_copy()
-        self.model.train()  # in eval mode on a CPU, bitsandbytes repacks weights for inference
         with self._phases.within("reference"):
             return super()._precompute_ref_logps(dataset, name, batch_size)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from peft import prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -28,7 +29,11 @@ def load(spec: Experiment, source: str) -> Any:
         bnb_4bit_compute_dtype=getattr(torch, method.compute_dtype),
         llm_int8_skip_modules=[VISION_MODULES, "lm_head"] if reads_images(config) else None,
     )
-    return loading.load_model(spec, source, quantised)
+    model = loading.load_model(spec, source, quantised)
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):  # in eval mode on a CPU, it would repack its weight and lose gradients
+            layer.support_avx512bf16_for_cpu = False
+    return model
 
 
 def _load_mxfp4(spec: Experiment, source: str) -> Any:
@@ -77,8 +82,6 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     problems = lora.verify(model, spec)
     if method.mxfp4:
         return problems + mxfp4.problems(model)
-    from bitsandbytes.nn import Linear4bit
-
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Linear4bit)]
     if not layers:
         return [*problems, "method qlora: the model lacks 4-bit layers"]
