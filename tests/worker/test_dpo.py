@@ -148,6 +148,17 @@ def test_pair_is_one_sample_with_two_sequences(train_here, monkeypatch):
     assert described["label_tokens"] == sum(row.label_tokens for row in rows)
 
 
+def test_all_pairs_of_a_step_have_the_same_weight(train_here):
+    """11 pairs: with accumulation, the last micro-batch of the second step has only one pair."""
+    whole, parts = {"batch_size": 6}, {"batch_size": 2, "gradient_accumulation_steps": 3}
+    runs = [train_here(objective=DPO, dataset={"samples": 11}, train=SGD | size) for size in (whole, parts)]
+    plain, accumulated = ([(row.loss, row.grad_norm) for row in trained(run)] for run in runs)
+    assert len(plain) == 2
+    for mine, theirs in zip(accumulated, plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert read_json(runs[1].applied)["loss_normalisation"] == "pairs of the step"
+
+
 def test_rewards_show_whether_a_preference_is_learned(train_here):
     made = {
         "objective": DPO, "dataset": {"samples": 48, "structure": "tasks"}, "method": {"name": "full"},

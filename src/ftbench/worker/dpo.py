@@ -29,6 +29,8 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
     def __init__(self, phases: Phases, **options: Any) -> None:
         self._phases = phases
         super().__init__(**options)
+        self.batches = set()
+        self.model_accepts_loss_kwargs = True  # compute_loss divides by the number of pairs in the step
         self.forget_copy()
 
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
@@ -44,14 +46,18 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
         with self.accelerator.autocast():
             return super().compute_ref_log_probs(model, {key: inputs[key] for key in inputs if key != COUNT})
 
+    def _get_num_items_in_batch(self, batches: list[dict[str, Any]], device: Any) -> int:
+        return sum(batch[COUNT].samples for batch in batches)
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Return trl's loss. Store trl's reward metrics in the BatchCount of the batch."""
-        count = inputs.pop(COUNT)
+        """Return trl's loss. In training, all pairs of a step have the same weight, also in a smaller micro-batch.
+        Store trl's reward metrics in the BatchCount of the batch."""
+        count, pairs = inputs.pop(COUNT), kwargs.pop("num_items_in_batch", None)
         self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
         result = super().compute_loss(model, inputs, *args, **kwargs)
         metrics = self._metrics["train" if self.model.training else "eval"]
         count.rewards = tuple(count.samples * metrics[f"rewards/{name}"][-1] for name in ("accuracies", "margins"))
-        return result
+        return result * (count.samples / pairs) if pairs else result
 
     def verify(self, spec: Experiment) -> list[str]:
         """Return a message for each DPO setting that was not applied."""
@@ -67,10 +73,10 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
         return problems
 
     def facts(self) -> dict[str, Any]:
-        if set(REFERENCE) <= set(self.train_dataset.column_names):
-            return {"reference": {"kind": "computed before training", "in_step": False}}
+        in_step = not set(REFERENCE) <= set(self.train_dataset.column_names)
         kind = "weights under the adapters" if self.ref_model is None else "second model"
-        return {"reference": {"kind": kind, "in_step": True}}
+        reference = {"kind": kind if in_step else "computed before training", "in_step": in_step}
+        return {"loss_normalisation": "pairs of the step", "reference": reference}
 
 
 class PairCollator(Collator):
@@ -93,7 +99,7 @@ def build(run: TrainingRun, model: Any, tokenizer: Any, data: Prepared, referenc
     """Return the DPO trainer, which keeps the order of the pairs. `reference` is the second model or None."""
     spec, objective = run.spec, cast(Dpo, run.spec.objective)
     options = training_arguments(spec, run.directory, model) | {"disable_dropout": True, "beta": objective.beta}
-    loop = DpoTrainer(
+    return DpoTrainer(
         run.phases,
         model=model,
         ref_model=reference,
@@ -103,5 +109,3 @@ def build(run: TrainingRun, model: Any, tokenizer: Any, data: Prepared, referenc
         eval_dataset=dataset(data.evaluation, []) if data.evaluation else None,
         data_collator=PairCollator(spec, tokenizer.pad_token_id or 0, data.longest, None),
     )
-    loop.batches = set()
-    return loop
