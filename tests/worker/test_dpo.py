@@ -13,7 +13,7 @@ from trl import DPOConfig, DPOTrainer
 
 from conftest import spec_of
 from ftbench.core.hardware import find_gpu
-from ftbench.errors import DataError, NotAppliedError
+from ftbench.errors import DataError, NotAppliedError, SpecError
 from ftbench.estimate.memory.estimate import constants, estimate_memory
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.work import step_work
@@ -219,6 +219,20 @@ def test_optimizations_do_not_change_dpo(train_here, compiler, switches, objecti
 def test_rows_without_pairs_are_an_error_with_a_fix(tmp_path, cache, rows, objective, message):
     spec = spec_of(objective=objective, dataset=pairs_file(tmp_path, rows))
     with pytest.raises(DataError, match=message):
+        prepare(spec, build_tokenizer(2048), 2048)
+
+
+@pytest.mark.parametrize(
+    ("data", "train", "message"),
+    [
+        ({"max_length": 4}, {}, r"every row is beyond max_length 4: raise dataset\.max_length$"),
+        ({"longest_first": True}, {"batch_size": 13}, r"13 samples, and there are 12: lower train\.batch_size$"),
+    ],
+    ids=["answers beyond max_length", "fewer pairs than a batch"],
+)
+def test_unusable_sizes_are_an_error_with_a_fix(tmp_path, cache, data, train, message):
+    spec = spec_of(objective=DPO, dataset=pairs_file(tmp_path) | data, train=train)
+    with pytest.raises((DataError, SpecError), match=message):
         prepare(spec, build_tokenizer(2048), 2048)
 
 

@@ -114,27 +114,23 @@ def _ordered(spec: Experiment, samples: list[Tokens], pixels: Pixels | None) -> 
 
 def packed(samples: Sequence[Tokens], max_length: int) -> list[Row]:
     """Return packed rows of at most `max_length` tokens. The rows are in the order of their first samples."""
-    return [[samples[index] for index in row] for row in batches.packed(_lengths(samples), max_length)]
+    return [[samples[index] for index in row] for row in batches.packed([each.longest for each in samples], max_length)]
 
 
 def grouped(samples: Sequence[Tokens], batch_size: int, seed: int) -> list[Tokens]:
     """Return the samples in batches of similar length. The batches are in random order."""
-    return [samples[index] for index in batches.grouped(_lengths(samples), batch_size, seed)]
+    return [samples[index] for index in batches.grouped([each.longest for each in samples], batch_size, seed)]
 
 
 def longest_first(samples: Sequence[Tokens], batch_size: int) -> list[Tokens]:
     """Return the samples, the `batch_size` longest first. Raise SpecError for fewer than `batch_size` samples."""
     if len(samples) < batch_size:
         raise SpecError(
-            f"dataset.longest_first needs at least train.batch_size {batch_size} samples, and there are "
-            f"{len(samples):,}: raise dataset.samples"
+            f"dataset.longest_first needs a full batch of {batch_size} samples, and there are {len(samples):,}: lower "
+            "train.batch_size"
         )
     order = sorted(range(len(samples)), key=lambda index: -samples[index].longest)
     return [samples[index] for index in (*order[:batch_size], *sorted(order[batch_size:]))]
-
-
-def _lengths(samples: Sequence[Tokens]) -> list[int]:
-    return [sample.longest for sample in samples]
 
 
 def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple[list[Tokens], list[str]]:
@@ -184,7 +180,7 @@ def _check_count(spec: Experiment, rows: int, usable: int, too_long: int, cut_im
     dataset, part = spec.dataset, _CUT[spec.objective.prompts]
     if not usable:
         other = "lower optimizations.image_size" if cut_images else "set dataset.loss_on=all"
-        hint = "" if spec.objective.prompts else f" or {other}"
+        hint = f" or {other}" if spec.objective.name == "sft" else ""
         raise DataError(
             f"dataset {dataset.name}: the {part} of every row is beyond max_length {dataset.max_length}: "
             f"raise dataset.max_length{hint}"
