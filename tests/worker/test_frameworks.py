@@ -270,9 +270,9 @@ def framework_run(tmp_path, monkeypatch):
     `given` overrides its training arguments, `pick` changes its rows.
     """
 
-    def train(given=None, pick=list, launch=None, behave=None):
+    def train(given=None, pick=list, launch=None, behave=None, length=(("max_steps", 3),)):
         method, launched = {"rank": 8, "targets": ["q_proj"]}, LLAMA | (launch or {})
-        spec = spec_of(method=method, train={"max_steps": 3, "batch_size": 2}, launch=launched)
+        spec = spec_of(method=method, train=dict(length) | {"batch_size": 2}, launch=launched)
         directory = rundir.create(tmp_path, "tests", "framework")
         rundir.write_json(directory.machine, {"gpus": []})
         rundir.write_json(directory.framework, {})
@@ -314,6 +314,15 @@ def test_session_records_steps_and_facts(framework_run):
     assert applied["fp8_layers"] == 0
     assert applied["loss_normalisation"] == "label tokens of the step"
     assert "warnings" not in applied
+
+
+def test_framework_may_convert_epochs_to_steps(framework_run):
+    """axolotl does. The data set has eight rows."""
+    epochs = [("epochs", 1)]
+    _, steps = framework_run({"max_steps": 4, "num_train_epochs": 1}, length=epochs)
+    assert len(steps) == 4
+    with pytest.raises(NotAppliedError, match=r"train\.epochs is 1.0, but it trains with 2"):
+        framework_run({"max_steps": -1, "num_train_epochs": 2}, length=epochs)
 
 
 def test_loss_normalisation_notes_extra_tokens(framework_run, monkeypatch):

@@ -92,6 +92,7 @@ def _quantised(kind: str, double_quant: bool, dtype: str) -> str:
 def trainer_problems(trainer: Any, spec: Experiment) -> list[str]:
     """Return a message for each difference between the trainer and the training settings of the spec."""
     who, train, args = f"{spec.launch.framework}: ", spec.train, trainer.args
+    length, name = ("max_steps", "max_steps") if train.max_steps else ("epochs", "num_train_epochs")
     recipe = {
         "train.batch_size": (train.batch_size, args.per_device_train_batch_size),
         "train.gradient_accumulation_steps": (train.gradient_accumulation_steps, args.gradient_accumulation_steps),
@@ -101,7 +102,7 @@ def trainer_problems(trainer: Any, spec: Experiment) -> list[str]:
         "train.optimizer": (train.optimizer, _text(args.optim)),
         "train.lr_scheduler": (train.lr_scheduler, _text(args.lr_scheduler_type)),
         "train.warmup_steps": (train.warmup_steps, args.warmup_steps),
-        "train.max_steps": (train.max_steps or -1, args.max_steps),
+        f"train.{length}": (getattr(train, length), getattr(args, name)),  # axolotl converts epochs to max_steps
         "train.seed": (train.seed, args.seed),
         "train.precision": (effective_config.AUTOCAST[train.precision], str(trainer.accelerator.mixed_precision)),
     }  # fmt: skip
