@@ -178,7 +178,8 @@ def test_patched_by_finds_foreign_functions(monkeypatch):
 
 
 def test_wrong_quantisation_is_a_problem():
-    model = get_peft_model(small_model(), LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(small_model(), config)
     spec = spec_of(method={"name": "qlora", "rank": 8, "targets": ["q_proj"]}, launch=LLAMA)
     assert live.model_problems(model, spec) == ["llamafactory: method is qlora, but the weights are not quantised"]
     layer = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
@@ -188,6 +189,17 @@ def test_wrong_quantisation_is_a_problem():
     layer.weight.quant_state.quant_type, layer.compute_dtype = "fp4", torch.float16
     (problem,) = live.model_problems(model, spec)
     assert problem.endswith("the weights are fp4 with double_quant, computed in float16")
+
+
+def test_other_rank_or_alpha_is_a_problem():
+    config = LoraConfig(r=8, lora_alpha=12, target_modules=["q_proj"], task_type="CAUSAL_LM")  # some frameworks round
+    model = get_peft_model(small_model(), config)
+    method = {"name": "lora", "rank": 8, "targets": ["q_proj"]}
+    assert live.model_problems(model, spec_of(method=method | {"alpha": 12}, launch=LLAMA)) == []
+    for wanted, text in (({"alpha": 12.5}, "rank is 8 and alpha 12.5"), ({"rank": 4, "alpha": 6}, "rank is 4")):
+        (problem,) = live.model_problems(model, spec_of(method=method | wanted, launch=LLAMA))
+        assert text in problem
+        assert problem.endswith("but adapters have rank 8 and alpha 12")
 
 
 @pytest.mark.parametrize("name", THROUGH_TRAINER)
@@ -291,7 +303,8 @@ def framework_run(tmp_path, monkeypatch):
                 {name: row[name] for name in ("input_ids", "attention_mask", "labels")}
                 for row in load_from_disk(frameworks.DATA)["train"]
             ]
-            model = get_peft_model(small_model(), LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+            config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], task_type="CAUSAL_LM")
+            model = get_peft_model(small_model(), config)
             arguments = TrainingArguments(**recipe | (given or {}))
             Ordered(model=model, args=arguments, train_dataset=pick(data), data_collator=padded).train()
 
