@@ -142,6 +142,7 @@ def test_job_without_a_result_has_the_state_of_slurm(tmp_path, monkeypatch, stat
     result = made.run(job, b"", Control())
     assert result.summary.state == outcome
     assert reason in result.summary.reason
+    assert rundir.first_gpu(rundir.read_json(job.run.machine)) == {"name": "mock (no GPU)"}
     assert (result.summary.method, result.summary.batch_size) == (job.spec.method.name, job.spec.train.batch_size)
     killed = rundir.read_json(job.run.state).get("signal") == signal.SIGTERM
     assert killed == (state == "CANCELLED")  # only this one is retried

@@ -117,7 +117,8 @@ class RaySlot:
         except ConnectionError as error:
             raise MissingError(f"lost the connection to Ray ({error}); run the same command again") from None
         except ray.exceptions.RayError as error:
-            return remote.record(created, job.spec, "error", f"Ray lost the task {RETRIES + 1} times: {_reason(error)}")
+            reason = f"Ray lost the task {RETRIES + 1} times: {_reason(error)}"
+            return remote.record(created, job.spec, "error", reason, self.gpu)
         with rundir.writing(created.path):
             for name, content in files.items():
                 path = created.path / name

@@ -33,13 +33,15 @@ def train(path: Path, order: Order, gpu: str | None, shared: bool) -> FinishedRu
         return LocalSlot("GPU", shared=shared).train(rundir.create_at(path), order, control)
 
 
-def record(run: RunDir, spec: Experiment, state: str, reason: str, **more: Any) -> FinishedRun:
-    """Write spec.json and state.json, unless the run already has a final state. Return the run's summary and code."""
+def record(run: RunDir, spec: Experiment, state: str, reason: str, gpu: str | None = None, **more: Any) -> FinishedRun:
+    """Write the files of a run without a final state. Return the run's summary and code. `gpu` is the nodes' GPU."""
     with suppress(FileExistsError):
         rundir.create_at(run.path)
     if not rundir.read_json(run.state).get("ended_at"):
         document = {"schema": rundir.SCHEMA, "state": state, "reason": reason, "ended_at": rundir.now(), **more}
         rundir.write_json(run.spec_json, {"schema": rundir.SCHEMA, **spec.model_dump(mode="json")})
+        if gpu:
+            rundir.write_json(run.machine, {"gpus": [{"name": gpu}]})
         rundir.write_json(run.state, document)
         run.reserve.unlink(missing_ok=True)
     return finished(run)

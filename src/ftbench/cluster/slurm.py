@@ -193,10 +193,10 @@ class SlurmSlot:
                 raise InterruptedError
         if run.state.exists():
             return remote.finished(run)
-        return _without_result(run, job.spec, folder, _require_accepted(folder, sbatch))
+        return _without_result(run, job.spec, self.gpu, folder, _require_accepted(folder, sbatch))
 
 
-def _without_result(run: RunDir, spec: Experiment, folder: Path, number: str) -> FinishedRun:
+def _without_result(run: RunDir, spec: Experiment, gpu: str | None, folder: Path, number: str) -> FinishedRun:
     """Record and return the result of a job that ended without a state file in its run directory."""
     _eventually(lambda: run.state.exists() or (folder / OUTCOME).exists())
     outcome = rundir.read_json(folder / OUTCOME)
@@ -208,13 +208,13 @@ def _without_result(run: RunDir, spec: Experiment, folder: Path, number: str) ->
         shown = run_program(["scontrol", "show", "job", number, "-o"], _ANSWER_S).stdout
     state, name = shown.partition("JobState=")[2].partition(" ")[0] or "UNKNOWN", f"Slurm job {number}"
     if state == "TIMEOUT":
-        return remote.record(run, spec, "timeout", f"{name}: time limit reached; raise `time` in {SETTINGS}")
+        return remote.record(run, spec, "timeout", f"{name}: time limit reached; raise `time` in {SETTINGS}", gpu)
     if state == "OUT_OF_MEMORY":
         reason = f"{name}: out of host memory; raise --mem in the options of {SETTINGS}"
-        return remote.record(run, spec, "oom", reason, oom={"kind": "kernel"})
+        return remote.record(run, spec, "oom", reason, gpu, oom={"kind": "kernel"})
     line = last_line(folder / LOG)
     reason = f"{name} ended without a result ({state}){f': {line}' if line else ''}"
-    return remote.record(run, spec, "error", reason, signal=int(SIGTERM))  # the plan retries it
+    return remote.record(run, spec, "error", reason, gpu, signal=int(SIGTERM))  # the plan retries it
 
 
 # --- on the node -----------------------------------------------------------------------------------------------------
