@@ -148,6 +148,16 @@ def test_job_without_a_result_has_the_state_of_slurm(tmp_path, monkeypatch, stat
     assert killed == (state == "CANCELLED")  # only this one is retried
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_job_that_cannot_be_cancelled_is_reported(tmp_path, monkeypatch, code):
+    install(tmp_path / "slurm", monkeypatch, sbatch="exec sleep 60", scancel=f"exit {code}")
+    monkeypatch.setattr(Control, "stops_within", lambda control, wait_s: True)
+    made, job = slot(tmp_path)
+    summary = made.run(job, b"", Control()).summary
+    assert summary.state == "interrupted"
+    assert ("may still run: scancel --me --name=ftbench-" in summary.reason) == bool(code)
+
+
 def test_job_is_submitted_again_while_the_controller_is_away(tmp_path, monkeypatch):
     away = "[ -e $QUEUE ] || { touch $QUEUE; echo 'Unable to contact slurm controller' >&2; exit 1; }"
     install(tmp_path / "slurm", monkeypatch, sbatch=away + STAND_INS["sbatch"])

@@ -115,12 +115,21 @@ def _submitted(settings: SlurmSettings, folder: Path, order: dict[str, Any]) -> 
     with sbatch:
         try:
             yield sbatch
-        except BaseException:
-            with suppress(OSError):
-                run_program(["scancel", "--me", f"--name={name}"], _ANSWER_S)
+        except BaseException as error:
+            if problem := _cancel(name):
+                error.add_note(problem)
             raise
         finally:
             sbatch.kill()
+
+
+def _cancel(name: str) -> str:
+    """Cancel the jobs with a name. Return an error message if this fails, else an empty string."""
+    command = ["scancel", "--me", f"--name={name}"]
+    with suppress(OSError):
+        if run_program(command, _ANSWER_S).returncode == 0:
+            return ""
+    return f"scancel failed and its job may still run: {' '.join(command)}"
 
 
 def _require_accepted(folder: Path, sbatch: subprocess.Popen[str]) -> str:
@@ -173,8 +182,9 @@ class SlurmSlot:
             except _AwayError:
                 if time.monotonic() > end or control.stops_within(_RETRY_S):
                     raise
-            except InterruptedError:
-                return remote.record(run, job.spec, "interrupted", "interrupted, or the sweep's time budget ran out")
+            except InterruptedError as error:
+                reasons = ["interrupted, or the sweep's time budget ran out", *getattr(error, "__notes__", ())]
+                return remote.record(run, job.spec, "interrupted", "; ".join(reasons))
             finally:
                 self.trains = False
 
