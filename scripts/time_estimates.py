@@ -38,6 +38,7 @@ from ftbench.estimate.time.work import StepWork, step_work  # noqa: E402
 from ftbench.estimate.workload.model import is_rough, trainable_shape  # noqa: E402
 from ftbench.facts import read_facts  # noqa: E402
 
+TEXT_STUDY = ROOT / "results/h100/founding-text"
 PAGE, FACTS = ROOT / "docs/evidence/time-estimates.md", ROOT / "src/ftbench/facts/durations.yaml"
 NOISE = 0.05  # spread of the log of a run's step time around a perfect model
 DOUBT = 0.35  # spread of the log of a coefficient around its prior
@@ -160,13 +161,17 @@ def left_out(
 
 def several_gpus(history: RunHistory, coefficients: Mapping[str, float]) -> list[LeftOut]:
     """Return a row for each run on several GPUs. Nothing is fitted to these runs."""
-    rows = []
-    for run in history.runs:
-        if run.spec.launch.gpus > 1 and not is_rough(run.spec):
-            others = [other for other in history.runs if other.key != run.key]
-            rest = RunHistory(history.path, others, coefficients)
-            rows.append(LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], rest)))
-    return rows
+    runs = [run for run in history.runs if run.spec.launch.gpus > 1 and not is_rough(run.spec)]
+    others = ([other for other in history.runs if other.key != run.key] for run in runs)
+    pairs = zip(runs, (RunHistory(history.path, rest, coefficients) for rest in others), strict=True)
+    return [LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], rest)) for run, rest in pairs]
+
+
+def on_slow_hosts(coefficients: Mapping[str, float]) -> list[LeftOut]:
+    """Return a row for each launch-bound run of the text study on H100s, whose CPUs are slow. No fit has these runs."""
+    runs, unknown = RunHistory(None, timed_runs([TEXT_STUDY])).runs, RunHistory(None, (), coefficients)
+    rows = [LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], unknown)) for run in runs]
+    return [row for row in rows if row.bound == "host"]
 
 
 def spreads(rows: Sequence[LeftOut]) -> dict[str, float]:
@@ -251,8 +256,8 @@ def as_text(rows: Sequence[LeftOut]) -> str:
     )]) + "\n"  # fmt: skip
 
 
-def facts(rows: Sequence[LeftOut], models: Sequence[LeftOut], terms: Mapping[str, Term]) -> str:
-    """Return facts/durations.yaml. The range comes from `models`, the rows without any run of their model."""
+def facts(rows: Sequence[LeftOut], ranges: Mapping[str, float], terms: Mapping[str, Term]) -> str:
+    """Return facts/durations.yaml with these coefficients and ranges."""
     mean, worst = errors_of(rows)
     document = {
         # GPUs with fewer models keep the wider range of GPUs without runs
@@ -262,7 +267,7 @@ def facts(rows: Sequence[LeftOut], models: Sequence[LeftOut], terms: Mapping[str
             if len({row.run.spec.model.id for row in runs}) >= LEAST_MODELS
         ),
         "error": {"mean": round(mean, 4), "worst": round(worst, 4)},
-        "spread": {bound: round(value, 3) for bound, value in spreads(models).items()},
+        "spread": {bound: round(value, 3) for bound, value in ranges.items()},
         "coefficients": {name: asdict(term) for name, term in terms.items()},
         "runs": [row.run.run_id for row in rows],
     }
@@ -277,20 +282,23 @@ def main() -> None:
     history = RunHistory(None, timed_runs(asked.stores))
     rows, unseen, models = (left_out(history, group, fit) for group in (same_step, same_settings, same_model))
     terms = fitted(history)
-    (mean, worst), ranges = errors_of(unseen), spreads(models)
-    several = several_gpus(history, {name: term.value for name, term in terms.items()})
+    coefficients = {name: term.value for name, term in terms.items()}
+    several, slow = several_gpus(history, coefficients), on_slow_hosts(coefficients)
+    (mean, worst), ranges, ratios = errors_of(unseen), spreads([*models, *slow]), [1 / (1 + row.error) for row in slow]
     factors = " and ".join(f"{value:.2f} if the {bound} limits the speed" for bound, value in ranges.items())
     text = (
         f"{coefficient_table(terms)}\n{as_text(rows)}If the fit excludes all runs with the same method and "
         f"optimizations, the mean error is {percent(mean)} and the largest error is {percent(worst)}.\nIf the fit "
         f"excludes all runs of the same model, the mean error is {percent(errors_of(models)[0])}. Ranges that were "
-        f"fitted without a model contain {percent(coverage(models))} of the runs of this model.\nThe range of an "
+        f"fitted without a model contain {percent(coverage([*models, *slow]))} of the runs of this model.\nThe ranges "
+        f"include {len(slow)} launch-bound runs of the [text study](founding-text.md) on H100s. Their steps took "
+        f"{min(ratios):.2f} to {max(ratios):.2f} times the estimated time.\nThe range of an "
         f"estimate is from `expected time / factor` to `expected time * factor`. The factor is {factors}.\n\n## "
         f"Several GPUs\n\n{as_text(several)}"
     )
     print(text, end="")
     if asked.write:
-        FACTS.write_text(facts(rows, models, terms), "utf-8")
+        FACTS.write_text(facts(rows, ranges, terms), "utf-8")
         PAGE.write_text(HEAD + text, "utf-8")
 
 

@@ -194,13 +194,12 @@ def test_guide_states_the_tokens_per_step_that_fp8_needs():
 def test_the_page_on_estimates_states_the_ranges_of_the_time():
     """The factors of `formula` are in facts/durations.yaml, and those of `data sheet` are larger by SHEET_SPREAD."""
     text = " ".join((ROOT / "docs/explanation/estimates.md").read_text("utf-8").split())
-    for limit, sentence in (
-        ("GPU", "`data sheet` are 5 %, {} % and {} %"),
-        ("host", "three ranges are 5 %, {} % and {} %"),
-    ):
-        spread = read_facts("durations.yaml")["spread"][limit]
-        percent = [round(100 * factor - 100) for factor in (spread, spread * SHEET_SPREAD)]
-        assert sentence.format(*percent) in text
+    gpu, host = (
+        [spread, spread * SHEET_SPREAD] for spread in map(read_facts("durations.yaml")["spread"].get, ("GPU", "host"))
+    )
+    assert "`data sheet` are 5 %, {:.0f} % and {:.0f} %".format(*(100 * factor - 100 for factor in gpu)) in text
+    assert "divided by {:.1f} ({:.1f}) to".format(*host) in text
+    assert "times {:.1f} ({:.1f}), because CPUs differ".format(*host) in text
 
 
 def test_pictures_are_small():
