@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ from ftbench.estimate.time.work import StepWork, step_work  # noqa: E402
 from ftbench.estimate.workload.model import is_rough, trainable_shape  # noqa: E402
 from ftbench.facts import read_facts  # noqa: E402
 
-TEXT_STUDY = ROOT / "results/h100/founding-text"
+TEXT_STUDY = (ROOT / "results/h100/founding-text", ROOT / "results/h100/founding-text-alone")
 PAGE, FACTS = ROOT / "docs/evidence/time-estimates.md", ROOT / "src/ftbench/facts/durations.yaml"
 NOISE = 0.05  # spread of the log of a run's step time around a perfect model
 DOUBT = 0.35  # spread of the log of a coefficient around its prior
@@ -115,7 +115,7 @@ class LeftOut:
 
     @property
     def bound(self) -> str:
-        return "host" if self.estimate.bound == "host" else "GPU"
+        return "GPU" if self.estimate.bound != "host" else "known host" if self.estimate.host_runs else "host"
 
 
 def same_step(run: TimedRun) -> tuple[Any, ...]:
@@ -155,6 +155,7 @@ def left_out(
     for group, members in grouped_by(seen, lambda each: group_of(each.run)).items():
         others = [each for each in seen if group_of(each.run) != group]
         rest = RunHistory(history.path, [each.run for each in others], coefficients_of(others))
+        rest.hosts = dict.fromkeys(GPUS, (1.0, 0))  # these runs have several hosts
         rows += [LeftOut(each.run, estimate_duration(each.run.spec, GPUS[each.run.gpu], rest)) for each in members]
     return rows
 
@@ -167,11 +168,17 @@ def several_gpus(history: RunHistory, coefficients: Mapping[str, float]) -> list
     return [LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], rest)) for run, rest in pairs]
 
 
-def on_slow_hosts(coefficients: Mapping[str, float]) -> list[LeftOut]:
-    """Return a row for each launch-bound run of the text study on H100s, whose CPUs are slow. No fit has these runs."""
-    runs, unknown = RunHistory(None, timed_runs([TEXT_STUDY])).runs, RunHistory(None, (), coefficients)
-    rows = [LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], unknown)) for run in runs]
-    return [row for row in rows if row.bound == "host"]
+def launch_bound(coefficients: Mapping[str, float]) -> tuple[list[LeftOut], list[LeftOut]]:
+    """Return the launch-bound rows of the text study on two machines with H100s and slow CPUs, estimated without runs
+    on these hosts, and with the runs of other steps on the same host. No fit has these runs."""
+    rows: tuple[list[LeftOut], list[LeftOut]] = [], []
+    for runs in (RunHistory(None, timed_runs([store])).runs for store in TEXT_STUDY):
+        for run in runs:
+            for kept, others in zip(rows, ([], [other for other in runs if other.key != run.key]), strict=True):
+                rest = RunHistory(None, others, coefficients)
+                kept.append(LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], rest)))
+    unknown, known = ([row for row in part if row.bound != "GPU"] for part in rows)
+    return unknown, known
 
 
 def spreads(rows: Sequence[LeftOut]) -> dict[str, float]:
@@ -283,16 +290,21 @@ def main() -> None:
     rows, unseen, models = (left_out(history, group, fit) for group in (same_step, same_settings, same_model))
     terms = fitted(history)
     coefficients = {name: term.value for name, term in terms.items()}
-    several, slow = several_gpus(history, coefficients), on_slow_hosts(coefficients)
-    (mean, worst), ranges, ratios = errors_of(unseen), spreads([*models, *slow]), [1 / (1 + row.error) for row in slow]
-    factors = " and ".join(f"{value:.2f} if the {bound} limits the speed" for bound, value in ranges.items())
+    several, (unknown, known) = several_gpus(history, coefficients), launch_bound(coefficients)
+    every = [*models, *unknown, *known]
+    (mean, worst), ranges = errors_of(unseen), spreads(every)
+    ratios = [1 / (1 + row.error) for row in unknown]
+    factors = ", ".join(f"{value:.2f} if the {bound} limits the speed" for bound, value in ranges.items())
     text = (
         f"{coefficient_table(terms)}\n{as_text(rows)}If the fit excludes all runs with the same method and "
         f"optimizations, the mean error is {percent(mean)} and the largest error is {percent(worst)}.\nIf the fit "
         f"excludes all runs of the same model, the mean error is {percent(errors_of(models)[0])}. Ranges that were "
-        f"fitted without a model contain {percent(coverage([*models, *slow]))} of the runs of this model.\nThe ranges "
-        f"include {len(slow)} launch-bound runs of the [text study](founding-text.md) on H100s. Their steps took "
-        f"{min(ratios):.2f} to {max(ratios):.2f} times the estimated time.\nThe range of an "
+        f"fitted without a model contain {percent(coverage(every))} of the runs of this model.\nThe ranges include "
+        f"{len(unknown)} launch-bound runs of the [text study](founding-text.md) on two hosts with H100s. Their steps "
+        f"took {min(ratios):.2f} to {max(ratios):.2f} times the time that was estimated without a run on these hosts "
+        f"(median error {percent(median(abs(row.error) for row in unknown))}). "
+        f"If runs of other steps give the speed of the host (*known host*), the median error of {len(known)} "
+        f"launch-bound estimates is {percent(median(abs(row.error) for row in known))}.\nThe range of an "
         f"estimate is from `expected time / factor` to `expected time * factor`. The factor is {factors}.\n\n## "
         f"Several GPUs\n\n{as_text(several)}"
     )

@@ -194,12 +194,12 @@ def test_guide_states_the_tokens_per_step_that_fp8_needs():
 def test_the_page_on_estimates_states_the_ranges_of_the_time():
     """The factors of `formula` are in facts/durations.yaml, and those of `data sheet` are larger by SHEET_SPREAD."""
     text = " ".join((ROOT / "docs/explanation/estimates.md").read_text("utf-8").split())
-    gpu, host = (
-        [spread, spread * SHEET_SPREAD] for spread in map(read_facts("durations.yaml")["spread"].get, ("GPU", "host"))
-    )
+    spreads = read_facts("durations.yaml")["spread"]
+    gpu, host, known = ([spreads[key], spreads[key] * SHEET_SPREAD] for key in ("GPU", "host", "known host"))
     assert "`data sheet` are 5 %, {:.0f} % and {:.0f} %".format(*(100 * factor - 100 for factor in gpu)) in text
     assert "divided by {:.1f} ({:.1f}) to".format(*host) in text
     assert "times {:.1f} ({:.1f}), because CPUs differ".format(*host) in text
+    assert "factors are {:.1f} and {:.1f}.".format(*known) in text
 
 
 def test_pictures_are_small():

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench.core import units
-from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
+from ftbench.core.hardware import Gpu, capability_of, find_gpu, gpus, limited_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import api
 from ftbench.estimate.memory.largest_batch import with_batch
@@ -28,6 +28,7 @@ from ftbench.estimate.time.duration import (
     DurationEstimate,
     epochs_samples,
     estimate_duration,
+    host_of,
 )
 from ftbench.estimate.time.history import RunHistory, logits_twice, step_key, timed_runs
 from ftbench.estimate.time.rates import shipped_coefficients, step
@@ -238,7 +239,8 @@ def test_unseen_methods_and_optimizations_stay_within_bounds(store):
     assert mean <= 0.1
     assert worst <= 0.4
     unseen_models = study.left_out(store, study.same_model, study.fit)
-    every = [*unseen_models, *study.on_slow_hosts(shipped_coefficients())]
+    unknown, known = study.launch_bound(shipped_coefficients())
+    every = [*unseen_models, *unknown, *known]
     assert 0.85 <= study.coverage(every) <= 0.97
     assert study.spreads(every) == pytest.approx(read_facts("durations.yaml")["spread"], abs=1e-3)
 
@@ -413,6 +415,37 @@ def test_step_time_grows_with_the_batch_and_is_finite(gpu, method, batch, length
     assert large.step_s.low < large.step_s.expected < large.step_s.high
     assert 0 < large.watts.low <= large.watts.expected <= large.watts.high <= named(gpu).watts
     assert large.samples_in(large.seconds_for(5e6).expected).expected == pytest.approx(5e6)
+
+
+def test_launch_bound_runs_give_the_speed_of_the_host():
+    def short(batch: int) -> dict[str, Any]:
+        return {"dataset": {"name": "synthetic", "samples": 64, "length": 32}, "train": {"batch_size": batch}}
+
+    runs = []
+    for batch in (2, 3, 4):
+        spec, twice = (
+            resolve(spec_of(**short(batch)), capability_of(H200)),
+            2 * estimate(**short(batch)).step_s.expected,
+        )
+        run = replace(RUNS[0], run_id=str(batch), spec=spec, key=step_key(spec), gpu=H200.name, step_s=twice)
+        runs.append(replace(run, launch_bound=True))
+    three, two = RunHistory(None, runs), RunHistory(None, runs[:2])
+    alone, slow = estimate(**short(1)), estimate(store=three, **short(1))
+    assert alone.bound == slow.bound == "host"
+    assert slow.step_s.expected == pytest.approx(2 * alone.step_s.expected, rel=0.02)
+    assert slow.step_s.high / slow.step_s.expected < alone.step_s.high / alone.step_s.expected
+    assert slow.confidence.endswith("; the CPU is as fast as in 3 launch-bound runs")
+    assert estimate(store=two, **short(1)) == alone
+    assert estimate(named("H100 SXM5"), three, **short(1)) == estimate(named("H100 SXM5"), **short(1))
+    assert estimate(store=three).step_s == estimate().step_s, "the GPU limits the speed"
+
+
+def test_launch_bound_runs_of_other_models_give_the_speed_of_the_host():
+    spec, gpu = spec_of(model={"id": "meta-llama/Llama-3.1-8B", "weights": "random"}), named("H100 SXM5")
+    slowness, runs = host_of(RunHistory.read(study.TEXT_STUDY[0], spec, [gpu.name]), gpu)
+    assert slowness == pytest.approx(2.1, abs=0.1)
+    assert runs >= 15
+    assert host_of(RunHistory.read(study.TEXT_STUDY[0], spec, [H200.name]), H200) == (1.0, 0)
 
 
 def test_small_models_are_host_bound_and_long_batches_are_not():

@@ -6,10 +6,12 @@ the time."""
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, capability_of
+from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band, estimate_memory
 from ftbench.estimate.memory.share import kept_as, share
 from ftbench.estimate.memory.weights import optimizer_step
@@ -35,6 +37,7 @@ MEASURED, FORMULA, SHEET = "measured", "formula", "data sheet"  # FORMULA: formu
 # facts/durations.yaml. MEASURED_SPREAD comes from repeats on one machine. For other GPUs, `spread` is multiplied by
 # SHEET_SPREAD, which comes from the rows of other cards in docs/evidence/published.md.
 MEASURED_SPREAD, SHEET_SPREAD = 1.05, 1.2
+LEAST_HOST_RUNS = 3  # launch-bound runs that show how fast the host is
 ROUGH_SPREAD = 2.0  # additional factor for specs that are known only roughly, and for several machines
 JOINED_SPREAD = 1.25  # additional factor for padding-free batches of unsloth (eight scripts, see published.md)
 # Additional factor for more than two GPUs, which were not measured. On two H200, 13 predictions with ddp, fsdp and pp
@@ -67,6 +70,7 @@ class DurationEstimate:
     the time until the first steady step, and `first_s` the additional time of the first step, both in seconds. `watts`
     is the power of one GPU. `parts` are the seconds of each kind of work. `exposed_s` are the seconds per step in which
     a GPU waits for other GPUs. `bound` is the bottleneck: `GPU`, `host` (Python) or `images` (image processing).
+    `host_runs` is the number of runs that gave the speed of the host.
     `basis` is MEASURED, FORMULA or SHEET, and `confidence` explains the basis."""
 
     step_s: Band
@@ -85,6 +89,7 @@ class DurationEstimate:
     parts: dict[str, float] = field(default_factory=dict)
     gpus: int = 1
     exposed_s: float = 0.0
+    host_runs: int = 0
 
     def seconds_for(self, samples: float) -> Band:
         """Return the wall time in seconds for this number of samples, including the start of the run."""
@@ -139,7 +144,8 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     lengths, sharding = history.lengths(spec), sharding_of(spec.launch)
     batches = [rank_batch(batch, sharding) for batch in batches_of(spec, lengths)]
     shape, work = history.work(spec, batches)
-    limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", history.path)
+    limits, (slowness, host_runs) = _limits(spec, gpu, history), host_of(history, gpu)
+    limits = replace(limits, operations=limits.operations / slowness) if host_runs else limits
     modelled = step(ideal(work, limits), history.coefficients)
     ranks = sharding.data * sharding.sequence  # the ranks that compute different positions
     samples, positions, real = (ranks * per_step(spec, batches, name) for name in ("samples", "positions", "real"))
@@ -152,16 +158,14 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     flushes = 0.0 if same else _flushes(spec, gpu, shape)
     bubble = 0.0 if basis == MEASURED else seconds * sharding.bubble / (1 - sharding.bubble)
     waits = {COMMUNICATION: exposed, OFFLOADED: offloaded, FLUSHES: flushes, BUBBLE: bubble}
+    host_runs = host_runs if modelled.host_bound else 0
     if basis != MEASURED:
         seconds += sum(waits.values())
-        nodes = spec.launch.nodes
-        between = f", assuming that links between {nodes} machines are as fast as within one" if nodes > 1 else ""
-        confidence += f"; communication of {sharding.gpus} GPUs from their links{between}" if sharding.gpus > 1 else ""
-        confidence += "; its memory is full, so the allocator flushes its cache" if flushes else ""
+        confidence += _remarks(sharding.gpus, spec.launch.nodes, flushes, host_runs)
     key = (gpu.name, *step_key(spec))
     if left_out := [units.some(count, why) for (step, why), count in history.invalid.items() if step == key]:
         confidence += f"; without {' and '.join(left_out)}"
-    spread = _spread(spec, basis, modelled.host_bound, unlike)
+    spread = _spread(spec, basis, "known host" if host_runs else "host" if modelled.host_bound else "GPU", unlike)
     watts, source = _watts(gpu, same, modelled, offloaded)
     own = modelled.host_bound and modelled.seconds > exposed + offloaded  # the step does not mainly wait for other GPUs
     bound = ("images" if modelled.by_images else "host") if own else "GPU"
@@ -170,15 +174,47 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
         *_start(spec, shape, same), watts, source, bound, basis, confidence,
         lengths.source, lengths.upper_bound,
         dict(modelled.parts) | {name: value for name, value in waits.items() if value},
-        sharding.gpus, exposed,
+        sharding.gpus, exposed, host_runs,
     )  # fmt: skip
 
 
-def _spread(spec: Experiment, basis: str, host_bound: bool, unlike: bool) -> float:
-    """Return the factor of the time range: from `expected / factor` to `expected * factor`."""
+def _remarks(gpus: int, nodes: int, flushes: float, host_runs: int) -> str:
+    """Return more parts of the explanation of an estimate that was not measured."""
+    host = f"; the CPU is as fast as in {units.some(host_runs, 'launch-bound run')}" if host_runs else ""
+    between = f", assuming that links between {nodes} machines are as fast as within one" if nodes > 1 else ""
+    links = f"; communication of {gpus} GPUs from their links{between}" if gpus > 1 else ""
+    return host + links + ("; its memory is full, so the allocator flushes its cache" if flushes else "")
+
+
+def _limits(spec: Experiment, gpu: Gpu, history: RunHistory) -> Ceilings:
+    return limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", history.path)
+
+
+def host_of(history: RunHistory, gpu: Gpu) -> tuple[float, int]:
+    """Return how slow the host is, and the number of runs that show it: launch-bound runs on this kind of GPU.
+
+    The slowness is the median of `measured time of a step / estimated time`. With fewer than LEAST_HOST_RUNS runs, the
+    result is (1.0, 0)."""
+    if gpu.name not in history.hosts:
+        ratios = []
+        for run in history.runs:
+            if not run.launch_bound or run.gpu != gpu.name or run.spec.launch.gpus > 1 or is_rough(run.spec):
+                continue
+            with suppress(SpecError):  # the shape of the model is not known
+                _, work = history.work(run.spec, batches_of(run.spec, history.lengths(run.spec)))
+                modelled = step(ideal(work, _limits(run.spec, gpu, history)), history.coefficients)
+                ratios += [run.step_s / modelled.seconds] if modelled.host_bound else []
+        enough = len(ratios) >= LEAST_HOST_RUNS
+        history.hosts[gpu.name] = (statistics.median(ratios), len(ratios)) if enough else (1.0, 0)
+    return history.hosts[gpu.name]
+
+
+def _spread(spec: Experiment, basis: str, limit: str, unlike: bool) -> float:
+    """Return the factor of the time range: from `expected / factor` to `expected * factor`. `limit` is a key of
+    `spread` in facts/durations.yaml."""
     if basis == MEASURED:
         return MEASURED_SPREAD
-    spread = float(read_facts("durations.yaml")["spread"]["host" if host_bound else "GPU"])
+    spread = float(read_facts("durations.yaml")["spread"][limit])
     sharding = sharding_of(spec.launch)
     spread *= (SHEET_SPREAD if basis == SHEET else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
     spread *= ROUGH_SPREAD if is_rough(spec) or spec.launch.nodes > 1 else 1.0

@@ -54,6 +54,7 @@ class TimedRun:
     tokens: float
     invalid: str = ""
     limit_w: float | None = None
+    launch_bound: bool = False
 
 
 class RunHistory:
@@ -71,18 +72,20 @@ class RunHistory:
         self._by_step = grouped_by(self.runs, lambda run: (run.gpu, *run.key))
         self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}
         self._lengths: dict[Any, Lengths] = {}
+        self.hosts: dict[str, tuple[float, int]] = {}  # see duration.host_of
 
     @classmethod
     def read(cls, path: Path, spec: Experiment | None = None, gpus: Iterable[str] = ()) -> RunHistory:
         """Return the history of a folder. A missing folder gives an empty history. Raise SpecError if `path` is a file.
 
-        With `spec`, read only runs of the same model on `gpus`, and runs on the same data."""
+        With `spec`, read only runs of the same model and launch-bound runs on `gpus`, and runs on the same data."""
         if path.exists() and not path.is_dir():
             raise SpecError(f"--store {path}: not a folder; give the folder that holds the runs")
         names = frozenset(map(canonical_name, gpus))
 
         def wanted(summary: dict[str, Any]) -> bool:
-            if spec is None or (summary["model"] == spec.model.id and canonical_name(summary["gpu"]) in names):
+            same = spec is None or summary["model"] == spec.model.id or _is_launch_bound(summary)
+            if spec is None or (same and canonical_name(summary["gpu"]) in names):
                 return True
             return not spec.dataset.is_made and bool(summary["dataset"]["name"] == spec.dataset.name)
 
@@ -219,10 +222,14 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
             sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None,
             watts and watts / spec.launch.gpus, summary["dataset"], _mean_batch(summary, spec, seconds),
             step_key(spec), summary["tokens_per_s"]["real"] * seconds,
-            _invalid(run, summary), limited.watts if limited else None,
+            _invalid(run, summary), limited.watts if limited else None, _is_launch_bound(summary),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError):  # not a summary of ftbench
         return None
+
+
+def _is_launch_bound(summary: dict[str, Any]) -> bool:
+    return bool((summary.get("bound") or {}).get("verdict") == "launch-bound")
 
 
 def _invalid(run: RunDir, summary: dict[str, Any]) -> str:

@@ -65,9 +65,9 @@ def model_problems(model: Any, spec: Experiment) -> list[str]:
     if method.targets != "all-linear" and adapted != set(method.targets):
         problems.append(f"{who}method.targets are {', '.join(method.targets)}; adapters are on {sorted(adapted)}")
     layers = [module for module in model.modules() if isinstance(getattr(module, "r", None), dict)]
-    found = {(rank, layer.scaling[name]) for layer in layers for name, rank in layer.r.items()}
-    if found != {(method.rank, method.alpha / method.rank)}:
-        what = listed([f"rank {rank} and alpha {rank * scale:g}" for rank, scale in sorted(found)], 3) or "no rank"
+    scales = {(rank, layer.scaling[name]) for layer in layers for name, rank in layer.r.items()}
+    if scales != {(method.rank, method.alpha / method.rank)}:
+        what = listed([f"rank {rank} and alpha {rank * scale:g}" for rank, scale in sorted(scales)], 3) or "no rank"
         problems.append(f"{who}method.rank is {method.rank} and alpha {method.alpha:g}, but adapters have {what}")
     wanted = {_quantised(method.quant_type, method.double_quant, method.compute_dtype)} if method.quantised else set()
     if (states := _states(model)) != wanted:
