@@ -75,7 +75,8 @@ def test_a_finished_cell_is_not_repeated_and_only_small_files_are_kept(tmp_path,
     assert str(tmp_path) not in "".join(path.read_text() for path in (tmp_path / "kept").rglob("*.json"))
 
 
-def test_cells_run_side_by_side_on_all_gpus_with_their_own_share_of_the_cpus(tmp_path, monkeypatch):
+@pytest.mark.parametrize("shares", [{("GPU-a", (0, 1, 2, 3))}, {("GPU-a", (0, 1)), ("GPU-b", (2, 3))}], ids=len)
+def test_cells_run_side_by_side_on_all_gpus_with_their_own_share_of_the_cpus(tmp_path, monkeypatch, shares):
     cells, seen, mine = TEXT["CELLS"][:6], [], threading.local()
 
     def run(self, cell, needed, left):
@@ -85,13 +86,13 @@ def test_cells_run_side_by_side_on_all_gpus_with_their_own_share_of_the_cpus(tmp
         write_json(self.out / cell.name / "r1/state.json", {"state": "ok"})
         return "ok"
 
-    monkeypatch.setattr(study.machine, "gpus", lambda count: [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}])
+    monkeypatch.setattr(study.machine, "gpus", lambda count: [{"uuid": gpu} for gpu, _ in sorted(shares)])
     monkeypatch.setattr(study.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(study.os, "sched_setaffinity", lambda _, cpus: setattr(mine, "cpus", tuple(cpus)))
     monkeypatch.setattr(study.Study, "_run", run)
     assert study.SideBySide(tmp_path, 60).run(cells) == 0
     assert sorted(name for name, _, _ in seen) == sorted(cell.name for cell in cells)
-    assert {(gpu, cpus) for _, gpu, cpus in seen} == {("GPU-a", (0, 1)), ("GPU-b", (2, 3))}
+    assert {(gpu, cpus) for _, gpu, cpus in seen} == shares
     assert study.SideBySide(tmp_path, 60).run(cells) == 0
     assert len(seen) == len(cells)
 

@@ -148,7 +148,7 @@ class SideBySide(Study):
 
     def run(self, cells: list[Cell], rounds: int = 1) -> int:
         gpus = [gpu["uuid"] for gpu in machine.gpus(count=16)]
-        if len(gpus) < 2:
+        if not gpus:
             return super().run(cells, rounds)
         minutes, cpus, waiting = self.left_s / 60, sorted(os.sched_getaffinity(0)), iter(cells)
         share, studies = len(cpus) // len(gpus), [Study(self.out, minutes, self.tiny, jobs=2) for _ in gpus]
