@@ -168,17 +168,16 @@ def several_gpus(history: RunHistory, coefficients: Mapping[str, float]) -> list
     return [LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], rest)) for run, rest in pairs]
 
 
-def launch_bound(coefficients: Mapping[str, float]) -> tuple[list[LeftOut], list[LeftOut]]:
-    """Return the launch-bound rows of the text study on two machines with H100s and slow CPUs, estimated without runs
-    on these hosts, and with the runs of other steps on the same host. No fit has these runs."""
+def text_study(coefficients: Mapping[str, float]) -> tuple[list[LeftOut], list[LeftOut]]:
+    """Return the rows of the text study on two machines with H100s and slow CPUs, estimated without runs on these
+    hosts, and with the runs of other steps on the same host. No fit has these runs."""
     rows: tuple[list[LeftOut], list[LeftOut]] = [], []
     for runs in (RunHistory(None, timed_runs([store])).runs for store in TEXT_STUDY):
         for run in runs:
             for kept, others in zip(rows, ([], [other for other in runs if other.key != run.key]), strict=True):
-                rest = RunHistory(None, others, coefficients)
-                kept.append(LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], rest)))
-    unknown, known = ([row for row in part if row.bound != "GPU"] for part in rows)
-    return unknown, known
+                history = RunHistory(None, others, coefficients)
+                kept.append(LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], history)))
+    return rows
 
 
 def spreads(rows: Sequence[LeftOut]) -> dict[str, float]:
@@ -290,10 +289,12 @@ def main() -> None:
     rows, unseen, models = (left_out(history, group, fit) for group in (same_step, same_settings, same_model))
     terms = fitted(history)
     coefficients = {name: term.value for name, term in terms.items()}
-    several, (unknown, known) = several_gpus(history, coefficients), launch_bound(coefficients)
+    several, text_rows = several_gpus(history, coefficients), text_study(coefficients)
+    unknown, known = ([row for row in part if row.bound != "GPU"] for part in text_rows)
     every = [*models, *unknown, *known]
     (mean, worst), ranges = errors_of(unseen), spreads(every)
     ratios = [1 / (1 + row.error) for row in unknown]
+    missed = [percent(median(abs(row.error) for row in part)) for part in (unknown, known, text_rows[1])]
     factors = ", ".join(f"{value:.2f} if the {bound} limits the speed" for bound, value in ranges.items())
     text = (
         f"{coefficient_table(terms)}\n{as_text(rows)}If the fit excludes all runs with the same method and "
@@ -302,11 +303,10 @@ def main() -> None:
         f"fitted without a model contain {percent(coverage(every))} of the runs of this model.\nThe ranges include "
         f"{len(unknown)} launch-bound runs of the [text study](founding-text.md) on two hosts with H100s. Their steps "
         f"took {min(ratios):.2f} to {max(ratios):.2f} times the time that was estimated without a run on these hosts "
-        f"(median error {percent(median(abs(row.error) for row in unknown))}). "
-        f"If runs of other steps give the speed of the host (*known host*), the median error of {len(known)} "
-        f"launch-bound estimates is {percent(median(abs(row.error) for row in known))}.\nThe range of an "
-        f"estimate is from `expected time / factor` to `expected time * factor`. The factor is {factors}.\n\n## "
-        f"Several GPUs\n\n{as_text(several)}"
+        f"(median error {missed[0]}). If runs of other steps give the speed of the host (*known host*), the median "
+        f"error of {len(known)} launch-bound estimates is {missed[1]}, and that of all {len(text_rows[1])} estimates "
+        f"is {missed[2]}.\nThe range of an estimate is from `expected time / factor` to `expected time * factor`. "
+        f"The factor is {factors}.\n\n## Several GPUs\n\n{as_text(several)}"
     )
     print(text, end="")
     if asked.write:
