@@ -23,7 +23,7 @@ def values_of(field: dataclasses.Field) -> st.SearchStrategy:
     if str(field.type) == "str | None":
         return st.none() | texts
     positive = numbers.map(abs).map(lambda number: number if rows.SMALLEST < number < rows.LARGEST else 0.0)
-    return st.none() | (numbers if field.name in rows.MAY_DIVERGE else positive)
+    return st.none() | (numbers if field.name in rows.SIGNED else positive)
 
 
 any_row = st.builds(StepRow, **{field.name: values_of(field) for field in dataclasses.fields(StepRow)})
@@ -55,6 +55,10 @@ def test_unknown_is_an_empty_field_and_zero_is_not():
 def test_a_nan_loss_is_kept():
     assert math.isnan(reread(rows.to_csv(StepRow(loss=math.nan))).loss)
     assert reread(rows.to_csv(StepRow(loss=math.inf))).loss == math.inf
+
+
+def test_a_negative_reward_is_kept():
+    assert reread(rows.to_csv(StepRow(reward=-0.5))) == StepRow(reward=-0.5)
 
 
 @pytest.mark.parametrize("values", [{"step": "three"}, {"step": "1.5"}, {"loss": "low"}])

@@ -101,7 +101,7 @@ class StepRow:
 
 SMALLEST, LARGEST, MOST_STEPS = 1e-30, 1e15, 2**31  # bounds for seconds, tokens, GiB, joules and learning rates
 FLOAT32 = 3.5e38  # larger values come from a computation that overflowed
-MAY_DIVERGE = ("loss", "grad_norm", "reward_margin")  # may be NaN or infinite if training diverges
+SIGNED = ("loss", "grad_norm", "reward_margin", "reward")  # may be negative, and NaN or infinite if training diverges
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(StepRow))
 _TYPES = {f.name: str(f.type) for f in fields(StepRow)}
 
@@ -136,7 +136,7 @@ def value_of(name: str, text: str) -> Any:
     if kind.startswith("str"):
         return text
     number = int(text) if kind.startswith("int") else float(text)
-    if name in MAY_DIVERGE:
+    if name in SIGNED:
         return number if not FLOAT32 < abs(number) < math.inf else number * math.inf
     if SMALLEST < number < (MOST_STEPS if name == "step" else LARGEST):
         return number
