@@ -277,6 +277,13 @@ def test_nan_loss_is_named_and_can_be_written(run, tmp_path):
     write_json(tmp_path / "summary.json", as_dict(found))
 
 
+def test_rewards_of_a_diverged_run_are_finite_and_can_be_written(run, tmp_path):
+    margins = [0.5] * 10 + [math.nan] * 10
+    found = summarise(run(training(reward_accuracy=[1.0] * 10 + [0.0] * 10, reward_margin=margins)))
+    assert (found.loss["reward_accuracy"], found.loss["reward_margin"]) == (1.0, 0.5)
+    write_json(tmp_path / "summary.json", as_dict(found))
+
+
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
