@@ -27,6 +27,7 @@ from ftbench.store.rundir import RunDir
 StepKey = tuple[Any, ...]
 SAME_WATTS = 0.02  # relative difference of two power limits that count as the same
 AGREE = 0.05  # largest coefficient of variation of the step times, for runs with two to four steady steps
+COMPILED = 1.25  # least `mean / median` of the step times of a run that compiled in steady steps
 MOST_RUNS = 500  # reading this many runs takes at most a second
 # Phases before the first steady step that every run has. Other phases are rare: a machine creates random weights only
 # once, and a run waits for its GPU only if other runs use this GPU.
@@ -108,8 +109,7 @@ class RunHistory:
                     from ftbench.estimate.workload.images import lengths_with_images
 
                     known = lengths_with_images(spec, vision)
-            known = known or lengths_of(spec.dataset, recorded, spec.model, spec.objective.pairs)
-            self._lengths[key] = known
+            self._lengths[key] = known or lengths_of(spec.dataset, recorded, spec.model, spec.objective.pairs)
         return self._lengths[key]
 
     def with_sample_count(self, spec: Experiment) -> Experiment:
@@ -229,7 +229,9 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
 
 
 def _is_launch_bound(summary: dict[str, Any]) -> bool:
-    return bool((summary.get("bound") or {}).get("verdict") == "launch-bound")
+    """Return whether a run was launch-bound in all steps. Steps that compile raise the mean far above the median."""
+    time, verdict = summary["step_time_s"], (summary.get("bound") or {}).get("verdict")
+    return bool(verdict == "launch-bound" and time["mean"] < COMPILED * time["median"])
 
 
 def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
