@@ -97,6 +97,7 @@ def spec_of(command: Command) -> Experiment:
 FULL, LORA = {"method": {"name": "full"}}, {"method": {"name": "lora"}, **KEPT}
 SAVED = FULL | KEPT
 AGAIN = {"train": {"batch_size": 4, "gradient_accumulation_steps": 2}}
+TWICE = {"train": {"batch_size": 2, "gradient_accumulation_steps": 2}}
 PP, DDP, FSDP, TP = {"pp": 2}, {"gpus": 4, "pp": 2}, {"pp": 2, "strategy": "pp+fsdp"}, {"pp": 2, "tp": 2}
 ALL = {"pp": 2, "strategy": "pp+tp+fsdp"}
 exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)
@@ -111,6 +112,7 @@ exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)
         (TP, "qwen3", LORA),
         exhaustive(PP, "qwen3", LORA),
         exhaustive(PP, "qwen3", FULL | AGAIN),
+        (FSDP | {"micro_batches": 2}, "qwen3", FULL | TWICE),
         exhaustive(DDP, "qwen3", SAVED),
         exhaustive(FSDP, "qwen3", LORA),
         exhaustive(TP, "qwen3", SAVED),

@@ -93,6 +93,8 @@ KEPT = {"measure": {"save_adapter": True}}
 LORA = {"method": {"name": "lora"}, **KEPT}
 FULL, QLORA = {"method": {"name": "full"}}, {"method": {"name": "qlora"}, "train": {"epochs": 2}}
 HALF = {"train": {"precision": "bf16"}}
+# Each step has a row for only one of two ranks.
+ONE_ROW = {"optimizations": {"packing": True}, "dataset": DATA | {"samples": 3}, "train": {"epochs": 4}}
 AGAIN = {"optimizations": {"gradient_checkpointing": True}}
 EXPERTS = {"model": {"id": "tiny/qwen3-moe", "weights": "random"}}
 # An untied head: the chunked loss uses its weights outside of its forward pass.
@@ -115,7 +117,7 @@ exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)
 IMAGES = QWEN3 | {"dataset": PICTURES | {"samples": 26, "eval_samples": 2}}
 PROVEN = [
     *[("ddp", LORA), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL), ("fsdp", FAST), ("fsdp", LLAVA)],
-    *[("tp", FULL), ("ep", EXPERTS | LORA), ("cp", LORA)],
+    *[("tp", FULL), ("ep", EXPERTS | LORA), ("cp", LORA), ("ddp", ONE_ROW)],
     *[pytest.param(f"zero{stage}", parts, marks=NO_DEEPSPEED) for stage, parts in ((1, FULL), (2, LORA), (3, LORA))],
     *[
         exhaustive(strategy, parts)
@@ -300,6 +302,17 @@ def test_four_ranks_learn_the_same_as_one_process(pair, strategy, parts):
     assert four.summary()["ranks"]["count"] == 4
     if "measure" in parts:
         assert_same_adapters(one, four)
+
+
+@pytest.mark.exhaustive
+def test_tp_with_fsdp_saves_weights_in_32_bits(tmp_path):
+    """With 16-bit products, FSDP gathers 16-bit copies of the weights, and an evaluation leaves some of them gathered.
+    The head is not tied."""
+    from safetensors.torch import load_file
+
+    model = {"model": {"id": "tiny/llama", "weights": "random"}}
+    saved = load_file(*run(tmp_path, 4, "tp+fsdp", **FULL | HALF | KEPT | model).run.adapter.glob("*.safetensors"))
+    assert {each.dtype for each in saved.values()} == {torch.float32}
 
 
 def test_tp_with_fsdp_shards_twice(pair):

@@ -31,7 +31,7 @@ COPY = "ref"  # trl's name for its copy of the adapters
 
 class TrainerMixin:
     """ftbench's additions to every trainer of trl. `batches` contains pairs: the shape of a batch, and True if the
-    batch had padding."""
+    batch had samples with padding."""
 
     accelerator: Any
     model: Any
@@ -95,7 +95,7 @@ class Trainer(TrainerMixin, SFTTrainer):
         if parallel.rank() is not None and not self.model.training:
             # Divide by the label tokens of this rank, which the recorder uses as weights.
             kwargs["num_items_in_batch"] = self.shares and max(1, count.labels) * self.shares
-        self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
+        self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real > 0))
         if not self.without_trls_metrics:
             return super().compute_loss(model, inputs, *args, **kwargs)
         inputs.pop("_prediction_loss_only", None)

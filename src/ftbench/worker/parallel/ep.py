@@ -4,6 +4,7 @@ from typing import Any
 
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
@@ -61,6 +62,9 @@ def save_gathered(trainer: Any) -> None:
 
     def save_model(folder: str) -> None:
         model, saves = trainer.model, trainer.args.should_save
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation leaves the head gathered, in 16 bits with precision bf16
         trained = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
         gathered = ((name, getattr(each, "full_tensor", lambda each=each: each)()) for name, each in trained.items())
         state = {name.replace(_CHECKPOINT_PREFIX, ""): each.cpu() if saves else None for name, each in gathered}

@@ -222,11 +222,8 @@ def attach(trainer: Any, spec: Experiment) -> None:
     def clip(parameters: Any, most: float, *_: Any, **__: Any) -> torch.Tensor:
         parameters = [*parameters]
         norm = stages.norm(parameters)
-        factor = (most / (norm + 1e-6)).clamp(max=1.0)
         if most < float("inf"):
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+            nn.utils.clip_grads_with_norm_(parameters, most, norm, foreach=False)
         return norm
 
     accelerator.prepare_model, accelerator.clip_grad_norm_ = prepare_model, clip

@@ -85,6 +85,9 @@ class Stage(pipelining.PipelineStage):
     marks: list[Any]
     clock: Any
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Do nothing. For each new batch shape, torch would delete the gradients of earlier batches of the step."""
+
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         return self._timed(super().forward_one_chunk, *args, **kwargs)
 
