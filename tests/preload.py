@@ -5,6 +5,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import RLock
 
 from tests.quick_libraries import quicken
 
@@ -45,6 +46,8 @@ def use_libraries(folder: Path) -> None:
 for name in MODULES:
     with suppress(ImportError):
         import_module(name)
+with suppress(ImportError):  # tqdm's lock is shared by forks: a run that a test kills would hold it for ever
+    import_module("tqdm").tqdm.set_lock(RLock())
 with TemporaryDirectory() as folder, suppress(ImportError):
     kept, os.environ["FTBENCH_CACHE"] = os.environ.get("FTBENCH_CACHE"), folder
     quicken()
