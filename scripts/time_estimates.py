@@ -295,7 +295,7 @@ def main() -> None:
     (mean, worst), ranges = errors_of(unseen), spreads(every)
     ratios = [1 / (1 + row.error) for row in unknown]
     missed = [percent(median(abs(row.error) for row in part)) for part in (unknown, known, text_rows[1])]
-    factors = ", ".join(f"{value:.2f} if the {bound} limits the speed" for bound, value in ranges.items())
+    factors = ", ".join(f"{value:.2f} if a {bound} limits the speed" for bound, value in ranges.items())
     text = (
         f"{coefficient_table(terms)}\n{as_text(rows)}If the fit excludes all runs with the same method and "
         f"optimizations, the mean error is {percent(mean)} and the largest error is {percent(worst)}.\nIf the fit "

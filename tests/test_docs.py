@@ -200,6 +200,11 @@ def test_the_page_on_estimates_states_the_ranges_of_the_time():
     assert "divided by {:.1f} ({:.1f}) to".format(*host) in text
     assert "times {:.1f} ({:.1f}), because CPUs differ".format(*host) in text
     assert "factors are {:.1f} and {:.1f}.".format(*known) in text
+    page = (ROOT / "docs/evidence/time-estimates.md").read_text("utf-8")
+    before, after = re.findall(r"hosts \(median error ([\d.]+) %|launch-bound estimates is ([\d.]+) %", page)
+    assert f"from {float(before[0]):.0f} % to {float(after[1]):.0f} %" in text
+    share = re.search(r"of their estimate \(([\d.]+) %\)", (ROOT / "docs/evidence/published.md").read_text("utf-8"))
+    assert f"GPUs: {float(share[1]):.0f} % of these figures" in text
 
 
 def test_pictures_are_small():

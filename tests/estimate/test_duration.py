@@ -28,7 +28,7 @@ from ftbench.estimate.time.duration import (
     DurationEstimate,
     epochs_samples,
     estimate_duration,
-    host_of,
+    host_slowdown,
 )
 from ftbench.estimate.time.history import RunHistory, logits_twice, step_key, timed_runs
 from ftbench.estimate.time.rates import shipped_coefficients, step
@@ -423,18 +423,15 @@ def test_launch_bound_runs_give_the_speed_of_the_host():
 
     runs = []
     for batch in (2, 3, 4):
-        spec, twice = (
-            resolve(spec_of(**short(batch)), capability_of(H200)),
-            2 * estimate(**short(batch)).step_s.expected,
-        )
-        run = replace(RUNS[0], run_id=str(batch), spec=spec, key=step_key(spec), gpu=H200.name, step_s=twice)
-        runs.append(replace(run, launch_bound=True))
+        spec = resolve(spec_of(**short(batch)), capability_of(H200))
+        run = replace(RUNS[0], run_id=str(batch), spec=spec, key=step_key(spec), gpu=H200.name, launch_bound=True)
+        runs.append(replace(run, step_s=2 * estimate(**short(batch)).step_s.expected))
     three, two = RunHistory(None, runs), RunHistory(None, runs[:2])
     alone, slow = estimate(**short(1)), estimate(store=three, **short(1))
     assert alone.bound == slow.bound == "host"
     assert slow.step_s.expected == pytest.approx(2 * alone.step_s.expected, rel=0.02)
     assert slow.step_s.high / slow.step_s.expected < alone.step_s.high / alone.step_s.expected
-    assert slow.confidence.endswith("; the CPU is as fast as in 3 launch-bound runs")
+    assert slow.confidence.endswith("; the speed of the CPU from 3 launch-bound runs")
     assert estimate(store=two, **short(1)) == alone
     assert estimate(named("H100 SXM5"), three, **short(1)) == estimate(named("H100 SXM5"), **short(1))
     assert estimate(store=three).step_s == estimate().step_s, "the GPU limits the speed"
@@ -442,10 +439,10 @@ def test_launch_bound_runs_give_the_speed_of_the_host():
 
 def test_launch_bound_runs_of_other_models_give_the_speed_of_the_host():
     spec, gpu = spec_of(model={"id": "meta-llama/Llama-3.1-8B", "weights": "random"}), named("H100 SXM5")
-    slowness, runs = host_of(RunHistory.read(study.TEXT_STUDY[0], spec, [gpu.name]), gpu)
-    assert slowness == pytest.approx(2.1, abs=0.1)
+    slowdown, runs = host_slowdown(RunHistory.read(study.TEXT_STUDY[0], spec, [gpu.name]), gpu)
+    assert slowdown == pytest.approx(2.1, abs=0.1)
     assert runs >= 15
-    assert host_of(RunHistory.read(study.TEXT_STUDY[0], spec, [H200.name]), H200) == (1.0, 0)
+    assert host_slowdown(RunHistory.read(study.TEXT_STUDY[0], spec, [H200.name]), H200) == (1.0, 0)
 
 
 def test_runs_that_compiled_in_steady_steps_do_not_give_the_speed_of_the_host():
@@ -454,7 +451,7 @@ def test_runs_that_compiled_in_steady_steps_do_not_give_the_speed_of_the_host():
     found = {run.run_id: run.launch_bound for run in timed_runs([folder])}
     assert not any(bound for name, bound in found.items() if name.startswith(tuple(paused)))
     compiled = [run for run in timed_runs([folder]) if run.spec.optimizations.compile]
-    assert host_of(RunHistory(None, compiled), gpu)[0] == pytest.approx(2.5, abs=0.1)  # with all runs: 3.3
+    assert host_slowdown(RunHistory(None, compiled), gpu)[0] == pytest.approx(2.5, abs=0.1)  # with all runs: 3.3
 
 
 def test_small_models_are_host_bound_and_long_batches_are_not():

@@ -121,7 +121,7 @@ def completion_rates(steady: Sequence[StepRow]) -> tuple[dict[str, float | None]
 def rewards(everything: Sequence[StepRow]) -> dict[str, float | None]:
     """Return the last finite `reward_accuracy` and `reward_margin` (dpo), `reward_first` and `reward_last` (grpo)."""
     train = [row for row in everything if row.phase == "train"]
-    pairs = [row for row in train if math.isfinite(math.nan if row.reward_margin is None else row.reward_margin)]
+    pairs = [row for row in train if row.reward_margin is not None and math.isfinite(row.reward_margin)]
     judged = [row.reward for row in train if row.reward is not None and math.isfinite(row.reward)]
     figures = {name: getattr(pairs[-1], name) for name in ("reward_accuracy", "reward_margin")} if pairs else {}
     return figures | ({"reward_first": judged[0], "reward_last": judged[-1]} if judged else {})

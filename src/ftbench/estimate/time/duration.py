@@ -70,7 +70,7 @@ class DurationEstimate:
     the time until the first steady step, and `first_s` the additional time of the first step, both in seconds. `watts`
     is the power of one GPU. `parts` are the seconds of each kind of work. `exposed_s` are the seconds per step in which
     a GPU waits for other GPUs. `bound` is the bottleneck: `GPU`, `host` (Python) or `images` (image processing).
-    `host_runs` is the number of runs that gave the speed of the host.
+    `host_runs` is the number of earlier runs that give the speed of the host.
     `basis` is MEASURED, FORMULA or SHEET, and `confidence` explains the basis."""
 
     step_s: Band
@@ -144,8 +144,8 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     lengths, sharding = history.lengths(spec), sharding_of(spec.launch)
     batches = [rank_batch(batch, sharding) for batch in batches_of(spec, lengths)]
     shape, work = history.work(spec, batches)
-    limits, (slowness, host_runs) = _limits(spec, gpu, history), host_of(history, gpu)
-    limits = replace(limits, operations=limits.operations / slowness) if host_runs else limits
+    limits, (slowdown, host_runs) = _limits(spec, gpu, history), host_slowdown(history, gpu)
+    limits = replace(limits, operations=limits.operations / slowdown) if host_runs else limits
     modelled = step(ideal(work, limits), history.coefficients)
     ranks = sharding.data * sharding.sequence  # the ranks that compute different positions
     samples, positions, real = (ranks * per_step(spec, batches, name) for name in ("samples", "positions", "real"))
@@ -180,7 +180,7 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
 
 def _remarks(gpus: int, nodes: int, flushes: float, host_runs: int) -> str:
     """Return more parts of the explanation of an estimate that was not measured."""
-    host = f"; the CPU is as fast as in {units.some(host_runs, 'launch-bound run')}" if host_runs else ""
+    host = f"; the speed of the CPU from {units.some(host_runs, 'launch-bound run')}" if host_runs else ""
     between = f", assuming that links between {nodes} machines are as fast as within one" if nodes > 1 else ""
     links = f"; communication of {gpus} GPUs from their links{between}" if gpus > 1 else ""
     return host + links + ("; its memory is full, so the allocator flushes its cache" if flushes else "")
@@ -190,11 +190,11 @@ def _limits(spec: Experiment, gpu: Gpu, history: RunHistory) -> Ceilings:
     return limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", history.path)
 
 
-def host_of(history: RunHistory, gpu: Gpu) -> tuple[float, int]:
-    """Return how slow the host is, and the number of runs that show it: launch-bound runs on this kind of GPU.
+def host_slowdown(history: RunHistory, gpu: Gpu) -> tuple[float, int]:
+    """Return the slowdown of the host, and the number of runs from which it was computed.
 
-    The slowness is the median of `measured time of a step / estimated time`. With fewer than LEAST_HOST_RUNS runs, the
-    result is (1.0, 0)."""
+    The slowdown is the median of `measured time of a step / estimated time` over the launch-bound runs on this kind of
+    GPU. With fewer than LEAST_HOST_RUNS runs, the result is (1.0, 0)."""
     if gpu.name not in history.hosts:
         ratios = []
         for run in history.runs:

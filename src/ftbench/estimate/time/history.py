@@ -73,7 +73,7 @@ class RunHistory:
         self._by_step = grouped_by(self.runs, lambda run: (run.gpu, *run.key))
         self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}
         self._lengths: dict[Any, Lengths] = {}
-        self.hosts: dict[str, tuple[float, int]] = {}  # see duration.host_of
+        self.hosts: dict[str, tuple[float, int]] = {}  # see duration.host_slowdown
 
     @classmethod
     def read(cls, path: Path, spec: Experiment | None = None, gpus: Iterable[str] = ()) -> RunHistory:
@@ -85,8 +85,10 @@ class RunHistory:
         names = frozenset(map(canonical_name, gpus))
 
         def wanted(summary: dict[str, Any]) -> bool:
-            same = spec is None or summary["model"] == spec.model.id or _is_launch_bound(summary)
-            if spec is None or (same and canonical_name(summary["gpu"]) in names):
+            if spec is None:
+                return True
+            useful = summary["model"] == spec.model.id or _is_launch_bound(summary)
+            if useful and canonical_name(summary["gpu"]) in names:
                 return True
             return not spec.dataset.is_made and bool(summary["dataset"]["name"] == spec.dataset.name)
 

@@ -29,7 +29,7 @@ from ftbench.worker.model.parts import Elsewhere, base_model, decoder, decoder_l
 from ftbench.worker.model.random_weights import Drawn
 from ftbench.worker.parallel import ep, tp
 from ftbench.worker.parallel.ddp import different_copies
-from ftbench.worker.parallel.stages import Pipeline
+from ftbench.worker.parallel.stages import KEY, Pipeline
 
 
 @cache
@@ -174,8 +174,8 @@ def cut(model: Any, spec: Experiment) -> Any:
         base.set_output_embeddings(Elsewhere())
     base.config.tie_word_embeddings = tied
     base._tp_size = spec.launch.tp and spec.launch.ranks // spec.launch.shares  # ranks with the same batch
-    Pipeline(model, spec, split, mesh_of(spec), dtype).attach(model)
-    model.__dict__[parallel.COMPLETE] = complete  # not as a submodule
+    model.__dict__[KEY] = Pipeline(model, spec, split, mesh_of(spec), dtype)  # not as a submodule
+    model.__dict__[parallel.COMPLETE] = complete
     return model
 
 

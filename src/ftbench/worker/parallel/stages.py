@@ -28,7 +28,7 @@ _SCHEDULES = {
     "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
-_KEY = "ftbench_pipeline"  # attribute of a model with stages
+KEY = "ftbench_pipeline"  # attribute of a model with stages
 _TIMED = 64  # number of the latest passes from which the median times are computed
 Batch = dict[str, Any]
 
@@ -149,14 +149,10 @@ class Pipeline:
             shard(layers)
         return layers
 
-    def attach(self, model: Any) -> None:
-        """Store this pipeline in an attribute of the model."""
-        model.__dict__[_KEY] = self  # not as a submodule
-
     @staticmethod
     def of(model: Any) -> Any:
         """Return the pipeline of a model, or None."""
-        return model.__dict__.get(_KEY)
+        return model.__dict__.get(KEY)
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
