@@ -24,7 +24,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from memory_estimates import quantile  # noqa: E402
+from memory_estimates import RUNS, quantile  # noqa: E402
 
 from ftbench.core import units  # noqa: E402
 from ftbench.core.hardware import gpus  # noqa: E402
@@ -38,7 +38,7 @@ from ftbench.estimate.time.work import StepWork, step_work  # noqa: E402
 from ftbench.estimate.workload.model import is_rough, trainable_shape  # noqa: E402
 from ftbench.facts import read_facts  # noqa: E402
 
-TEXT_STUDY = (ROOT / "results/h100/founding-text", ROOT / "results/h100/founding-text-alone")
+TEXT_STUDY, STORES = sorted(ROOT.glob("results/*/founding-text*")), [*RUNS, ROOT / "results/h100/records"]
 PAGE, FACTS = ROOT / "docs/evidence/time-estimates.md", ROOT / "src/ftbench/facts/durations.yaml"
 NOISE = 0.05  # spread of the log of a run's step time around a perfect model
 DOUBT = 0.35  # spread of the log of a coefficient around its prior
@@ -51,7 +51,8 @@ HEAD = """# How far the time of `ftbench estimate` is off
 `results/h100/records`. The page includes runs with at least five steady steps. Runs with fewer steps are included if
 their step times agree within 5 % (coefficient of variation). For the estimate of a run, the coefficients are fitted to
 other runs, without any run of the same step. Runs on several GPUs have a separate table and do not change the
-coefficients. This page excludes runs of other frameworks, runs on shared GPUs, and runs of older code. The older code
+coefficients. The runs of the [text study](founding-text.md) are not fitted. They show how accurate estimates are on
+other hosts. This page excludes runs of other frameworks, runs on shared GPUs, and runs of older code. The older code
 computed the logits of the chunked loss twice, or ran ZeRO-3 without prefetching. The excluded ZeRO-3 run
 (`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the estimated time. Estimates of ZeRO have a wider
 range, because two runs of the current code were used to write their formulas.
@@ -155,7 +156,7 @@ def left_out(
     for group, members in grouped_by(seen, lambda each: group_of(each.run)).items():
         others = [each for each in seen if group_of(each.run) != group]
         rest = RunHistory(history.path, [each.run for each in others], coefficients_of(others))
-        rest.hosts = dict.fromkeys(GPUS, (1.0, 0))  # these runs have several hosts
+        rest.hosts = dict.fromkeys(GPUS, (1.0, 0, "host"))  # these runs have several hosts
         rows += [LeftOut(each.run, estimate_duration(each.run.spec, GPUS[each.run.gpu], rest)) for each in members]
     return rows
 
@@ -169,8 +170,7 @@ def several_gpus(history: RunHistory, coefficients: Mapping[str, float]) -> list
 
 
 def text_study(coefficients: Mapping[str, float]) -> tuple[list[LeftOut], list[LeftOut]]:
-    """Return the rows of the text study on two machines with H100s and slow CPUs, estimated without runs on these
-    hosts, and with the runs of other steps on the same host. No fit has these runs."""
+    """Return the rows of the text study, estimated without and with the runs of other steps on the same host."""
     rows: tuple[list[LeftOut], list[LeftOut]] = [], []
     for runs in (RunHistory(None, timed_runs([store])).runs for store in TEXT_STUDY):
         for run in runs:
@@ -282,7 +282,7 @@ def facts(rows: Sequence[LeftOut], ranges: Mapping[str, float], terms: Mapping[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stores", type=Path, nargs="*", default=[ROOT / "results/h200", ROOT / "results/h100/records"])
+    parser.add_argument("stores", type=Path, nargs="*", default=STORES)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     history = RunHistory(None, timed_runs(asked.stores))
@@ -301,7 +301,7 @@ def main() -> None:
         f"optimizations, the mean error is {percent(mean)} and the largest error is {percent(worst)}.\nIf the fit "
         f"excludes all runs of the same model, the mean error is {percent(errors_of(models)[0])}. Ranges that were "
         f"fitted without a model contain {percent(coverage(every))} of the runs of this model.\nThe ranges include "
-        f"{len(unknown)} launch-bound runs of the [text study](founding-text.md) on two hosts with H100s. Their steps "
+        f"{len(unknown)} launch-bound runs of the [text study](founding-text.md) on three hosts. Their steps "
         f"took {min(ratios):.2f} to {max(ratios):.2f} times the time that was estimated without a run on these hosts "
         f"(median error {missed[0]}). If runs of other steps give the speed of the host (*known host*), the median "
         f"error of {len(known)} launch-bound estimates is {missed[1]}, and that of all {len(text_rows[1])} estimates "

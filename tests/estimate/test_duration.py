@@ -49,7 +49,7 @@ import time_estimates as study
 
 MEASURED_ALIKE = r"measured \(same step, same GPU, \d+ runs\)"
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
-STORES = [RESULTS, RESULTS.parent / "h100" / "records"]
+STORES = study.STORES
 RUNS = timed_runs(STORES)
 H200 = find_gpu("NVIDIA H200")
 assert H200 is not None
@@ -433,16 +433,20 @@ def test_launch_bound_runs_give_the_speed_of_the_host():
     assert slow.step_s.high / slow.step_s.expected < alone.step_s.high / alone.step_s.expected
     assert slow.confidence.endswith("; the speed of the CPU from 3 launch-bound runs")
     assert estimate(store=two, **short(1)) == alone
+    faster = [replace(run, run_id=f"fast {run.run_id}", step_s=run.step_s / 2) for run in runs]
+    both = estimate(store=RunHistory(None, [*runs, *faster]), **short(1))
+    assert both.step_s.high / both.step_s.expected == alone.step_s.high / alone.step_s.expected
+    assert both.confidence.endswith("from 6 launch-bound runs, whose speeds differ")
     assert estimate(named("H100 SXM5"), three, **short(1)) == estimate(named("H100 SXM5"), **short(1))
     assert estimate(store=three).step_s == estimate().step_s, "the GPU limits the speed"
 
 
 def test_launch_bound_runs_of_other_models_give_the_speed_of_the_host():
     spec, gpu = spec_of(model={"id": "meta-llama/Llama-3.1-8B", "weights": "random"}), named("H100 SXM5")
-    slowdown, runs = host_slowdown(RunHistory.read(study.TEXT_STUDY[0], spec, [gpu.name]), gpu)
+    slowdown, runs, limit = host_slowdown(RunHistory.read(study.TEXT_STUDY[0], spec, [gpu.name]), gpu)
     assert slowdown == pytest.approx(2.1, abs=0.1)
-    assert runs >= 15
-    assert host_slowdown(RunHistory.read(study.TEXT_STUDY[0], spec, [H200.name]), H200) == (1.0, 0)
+    assert (runs >= 15, limit) == (True, "known host")
+    assert host_slowdown(RunHistory.read(study.TEXT_STUDY[0], spec, [H200.name]), H200) == (1.0, 0, "host")
 
 
 def test_runs_that_compiled_in_steady_steps_do_not_give_the_speed_of_the_host():

@@ -38,6 +38,7 @@ MEASURED, FORMULA, SHEET = "measured", "formula", "data sheet"  # FORMULA: formu
 # SHEET_SPREAD, which comes from the rows of other cards in docs/evidence/published.md.
 MEASURED_SPREAD, SHEET_SPREAD = 1.05, 1.2
 LEAST_HOST_RUNS = 3  # launch-bound runs that show how fast the host is
+ALIKE = 0.8  # least share of these runs that must agree. The runs of one host agree, those of several hosts may not
 ROUGH_SPREAD = 2.0  # additional factor for specs that are known only roughly, and for several machines
 JOINED_SPREAD = 1.25  # additional factor for padding-free batches of unsloth (eight scripts, see published.md)
 # Additional factor for more than two GPUs, which were not measured. On two H200, 13 predictions with ddp, fsdp and pp
@@ -144,7 +145,7 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     lengths, sharding = history.lengths(spec), sharding_of(spec.launch)
     batches = [rank_batch(batch, sharding) for batch in batches_of(spec, lengths)]
     shape, work = history.work(spec, batches)
-    limits, (slowdown, host_runs) = _limits(spec, gpu, history), host_slowdown(history, gpu)
+    limits, (slowdown, host_runs, host) = _limits(spec, gpu, history), host_slowdown(history, gpu)
     limits = replace(limits, operations=limits.operations / slowdown) if host_runs else limits
     modelled = step(ideal(work, limits), history.coefficients)
     ranks = sharding.data * sharding.sequence  # the ranks that compute different positions
@@ -161,11 +162,11 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     host_runs = host_runs if modelled.host_bound else 0
     if basis != MEASURED:
         seconds += sum(waits.values())
-        confidence += _remarks(sharding.gpus, spec.launch.nodes, flushes, host_runs)
+        confidence += _remarks(sharding.gpus, spec.launch.nodes, flushes, host_runs, host)
     key = (gpu.name, *step_key(spec))
     if left_out := [units.some(count, why) for (step, why), count in history.invalid.items() if step == key]:
         confidence += f"; without {' and '.join(left_out)}"
-    spread = _spread(spec, basis, "known host" if host_runs else "host" if modelled.host_bound else "GPU", unlike)
+    spread = _spread(spec, basis, host if modelled.host_bound else "GPU", unlike)
     watts, source = _watts(gpu, same, modelled, offloaded)
     own = modelled.host_bound and modelled.seconds > exposed + offloaded  # the step does not mainly wait for other GPUs
     bound = ("images" if modelled.by_images else "host") if own else "GPU"
@@ -178,9 +179,10 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     )  # fmt: skip
 
 
-def _remarks(gpus: int, nodes: int, flushes: float, host_runs: int) -> str:
+def _remarks(gpus: int, nodes: int, flushes: float, host_runs: int, kind: str) -> str:
     """Return more parts of the explanation of an estimate that was not measured."""
     host = f"; the speed of the CPU from {units.some(host_runs, 'launch-bound run')}" if host_runs else ""
+    host += ", whose speeds differ" if host_runs and kind == "host" else ""
     between = f", assuming that links between {nodes} machines are as fast as within one" if nodes > 1 else ""
     links = f"; communication of {gpus} GPUs from their links{between}" if gpus > 1 else ""
     return host + links + ("; its memory is full, so the allocator flushes its cache" if flushes else "")
@@ -190,11 +192,12 @@ def _limits(spec: Experiment, gpu: Gpu, history: RunHistory) -> Ceilings:
     return limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", history.path)
 
 
-def host_slowdown(history: RunHistory, gpu: Gpu) -> tuple[float, int]:
-    """Return the slowdown of the host, and the number of runs from which it was computed.
+def host_slowdown(history: RunHistory, gpu: Gpu) -> tuple[float, int, str]:
+    """Return the slowdown of the host, the number of runs from which it was computed, and a key of `spread`.
 
     The slowdown is the median of `measured time of a step / estimated time` over the launch-bound runs on this kind of
-    GPU. With fewer than LEAST_HOST_RUNS runs, the result is (1.0, 0)."""
+    GPU. With fewer than LEAST_HOST_RUNS runs, the result is (1.0, 0, "host"). `spread` in facts/durations.yaml has the
+    range. The range of "known host" is narrower than that of "host". It applies if most of the runs are inside it."""
     if gpu.name not in history.hosts:
         ratios = []
         for run in history.runs:
@@ -204,8 +207,12 @@ def host_slowdown(history: RunHistory, gpu: Gpu) -> tuple[float, int]:
                 _, work = history.work(run.spec, batches_of(run.spec, history.lengths(run.spec)))
                 modelled = step(ideal(work, _limits(run.spec, gpu, history)), history.coefficients)
                 ratios += [run.step_s / modelled.seconds] if modelled.host_bound else []
-        enough = len(ratios) >= LEAST_HOST_RUNS
-        history.hosts[gpu.name] = (statistics.median(ratios), len(ratios)) if enough else (1.0, 0)
+        history.hosts[gpu.name] = (1.0, 0, "host")
+        if len(ratios) >= LEAST_HOST_RUNS:
+            slowdown, range_ = statistics.median(ratios), float(read_facts("durations.yaml")["spread"]["known host"])
+            alike = sum(1 / range_ <= ratio / slowdown <= range_ for ratio in ratios)
+            limit = "known host" if alike >= ALIKE * len(ratios) else "host"
+            history.hosts[gpu.name] = (slowdown, len(ratios), limit)
     return history.hosts[gpu.name]
 
 

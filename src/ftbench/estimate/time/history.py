@@ -73,7 +73,7 @@ class RunHistory:
         self._by_step = grouped_by(self.runs, lambda run: (run.gpu, *run.key))
         self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}
         self._lengths: dict[Any, Lengths] = {}
-        self.hosts: dict[str, tuple[float, int]] = {}  # see duration.host_slowdown
+        self.hosts: dict[str, tuple[float, int, str]] = {}  # see duration.host_slowdown
 
     @classmethod
     def read(cls, path: Path, spec: Experiment | None = None, gpus: Iterable[str] = ()) -> RunHistory:
