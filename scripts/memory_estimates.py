@@ -57,8 +57,9 @@ HEAD = """schema: 1
 
 TIERS = ("allocated", "reserved", "device")
 # Constant of the pool's unused part → other terms. The constant is fitted to runs without these terms.
-EXCLUDED = {"logits_share": ("compiled_gib", "varying_share", "optimizer_share"), "compiled_gib": ("varying_share",),
-            "varying_share": ("compiled_gib",), "optimizer_share": ("varying_share",)}  # fmt: skip
+EXCLUDED = {"logits_share": ("compiled_share", "varying_share", "optimizer_share"),
+            "compiled_share": ("varying_share",), "varying_share": ("compiled_share",),
+            "optimizer_share": ("varying_share",)}  # fmt: skip
 AGREES = 0.03  # largest error of a strategy whose runs confirm the estimate
 LEVEL = 0.9  # share of the fitted runs that the ranges contain
 FEWEST = 3  # a constant that fewer runs show keeps its shipped value
@@ -185,10 +186,8 @@ def is_inside(row: RunErrors, tier: str) -> bool:
 def error(estimated: Sequence[RunErrors], tier: str) -> Error | None:
     """Return the error of one tier, or None if no run measured it."""
     errors = [row.errors[tier] for row in estimated if tier in row.errors]
-    if not errors:
-        return None
     sizes = [abs(value) for value in errors]
-    return Error(len(errors), sum(sizes) / len(sizes), max(sizes), sum(errors) / len(errors))
+    return Error(len(errors), sum(sizes) / len(sizes), max(sizes), sum(errors) / len(errors)) if errors else None
 
 
 def false_fits(runs: Sequence[Measured], known: Constants) -> list[str]:
@@ -197,11 +196,9 @@ def false_fits(runs: Sequence[Measured], known: Constants) -> list[str]:
 
 
 def fit(runs: Sequence[Measured]) -> Constants:
-    """Return the constants as medians over runs on one GPU. A constant that no run shows keeps its shipped value.
+    """Return the constants, fitted to runs on one GPU. A constant that no run shows keeps its shipped value.
 
-    The unused part of the pool is explained in this order: the share of the logits, compiled graphs, batches of many
-    shapes, the optimizer step.
-    """
+    The unused part of the pool is explained in the order of EXCLUDED."""
     ended = [run for run in runs if run.fits and run.allocated is not None and run.spec.launch.gpus == 1]
     plain = replace(constants(), allocated_factor=1.0)
     factors = [run.allocated / run.estimate(plain).allocated.expected for run in ended if run.allocated]
@@ -246,11 +243,13 @@ def _confirmed(runs: Sequence[Measured], fitted: Constants) -> tuple[str, ...]:
 
 
 def _slack(slack: Sequence[tuple[SlackBasis, float]]) -> dict[str, float]:
+    """Return each share of the unused part of the pool: unused GiB / GiB of its tensors, summed over the runs."""
     fitted: dict[str, float] = {}
     for name, others in EXCLUDED.items():
-        ratios = [max(0.0, size - fitted.get("logits_share", 0.0) * basis["logits_share"]) / basis[name]
-                  for basis, size in slack if basis[name] and not any(basis[other] for other in others)]  # fmt: skip
-        fitted[name] = sum(ratios) / len(ratios) if len(ratios) >= FEWEST else getattr(constants(), name)
+        seen = [(max(0.0, size - fitted.get("logits_share", 0.0) * basis["logits_share"]), basis[name])
+                for basis, size in slack if basis[name] and not any(basis[other] for other in others)]  # fmt: skip
+        sizes, parts = map(sum, zip(*seen, strict=True)) if len(seen) >= FEWEST else (getattr(constants(), name), 1)
+        fitted[name] = sizes / parts
     return fitted
 
 

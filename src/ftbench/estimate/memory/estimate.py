@@ -48,8 +48,9 @@ class Constants:
     """The constants of `facts/estimator.yaml`, fitted to measured runs.
 
     `allocated_factor` multiplies the sum of all tensors. `context_gib` is the memory of driver and CUDA context. The
-    unused part of the allocator's pool is a sum: `logits_share` * logits, `compiled_gib` for compiled layers,
-    `varying_share` * activations for varying batch shapes, and `optimizer_share` * temporary tensors of the optimizer.
+    unused part of the allocator's pool is a sum: `logits_share` * logits, `compiled_share` * tensors of a compiled
+    layer, `varying_share` * activations for varying batch shapes, and `optimizer_share` * temporary tensors of the
+    optimizer.
     For 90 % of the fitted runs, the errors are within two limits: `allocated_range` times the allocated memory, and
     `pool_range` times the distance from the expected pool to the smallest or largest possible pool. `runs` are the
     fitted runs. `strategies` are the multi-GPU strategies for which measured runs agree with the estimate."""
@@ -57,7 +58,7 @@ class Constants:
     allocated_factor: float
     context_gib: float
     logits_share: float
-    compiled_gib: float
+    compiled_share: float
     varying_share: float
     optimizer_share: float
     allocated_range: float
@@ -268,7 +269,7 @@ def _spread(case: MemoryCase, known: Constants) -> float:
     return UNSEEN_SPREAD if unseen else known.allocated_range
 
 
-SlackBasis = dict[str, float]  # name of a constant to the GiB that it multiplies (for compiled_gib: 0 or 1)
+SlackBasis = dict[str, float]  # name of a constant to the GiB that it multiplies
 
 
 def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
@@ -283,11 +284,13 @@ def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
     transient = logits + (0.0 if reused else ends.head_cast(case.model, case.plan))
     kinds = ("activations", "checkpoints", *(["one layer"] if case.model.vision else []))  # see founding-images.md
     acts = max(sum(parts.get(kind, 0) for kind in kinds) for parts in named.values())
+    saved = max(parts.get("activations", 0) + parts.get("checkpoints", 0) for parts in named.values())
+    layer = saved / len(case.model.layers) + max(parts.get("one layer", 0) for parts in named.values())
     step = named["optimizer step"]["one step"]
     ahead = max(0.0, sum(named["loss"].values()) - sum(named["optimizer step"].values()))
     unshared = max(0.0, 1 - ahead / (2 * step)) if case.plan.full and step else 0.0
     return {
-        "logits_share": transient / GIB, "compiled_gib": float(case.plan.compiled),
+        "logits_share": transient / GIB, "compiled_share": layer / GIB if case.plan.compiled else 0.0,
         "varying_share": acts / GIB if case.varies else 0.0, "optimizer_share": step * unshared / GIB,
     }  # fmt: skip
 
