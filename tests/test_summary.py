@@ -400,6 +400,15 @@ def test_drift_is_a_warning(run):
     assert not warned(run(training([3.0, *[1.0] * 30])), "during the steady window")
 
 
+def test_noise_is_no_drift(run):
+    """In one of four launch-bound runs of 24 steps, the medians of the thirds differ by more than 5 %."""
+    chance = np.random.default_rng(1)
+    noise = [[2.0, *chance.lognormal(0, 0.1, 23)] for _ in range(100)]
+    assert sum(bool(warned(run(training(times)), "during the steady window")) for times in noise) <= 5
+    slower = [[2.0, *chance.lognormal(0, 0.02, 23) * np.linspace(1.0, 1.3, 23)] for _ in range(20)]
+    assert all(warned(run(training(times)), "during the steady window") for times in slower)
+
+
 def test_outlier_is_named_with_its_signs(run):
     times, graphs = list(TIMES), [0] * 20
     times[14], graphs[14] = 2.5, 3

@@ -3,6 +3,7 @@
 import heapq
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -100,6 +101,13 @@ def drift(times: Sequence[float]) -> float | None:
     return None if third < 5 else statistics.median(times[-third:]) / statistics.median(times[:third]) - 1
 
 
+def differs(times: Sequence[float]) -> bool:
+    """Return whether the first and the last third of step times differ beyond noise (Mann-Whitney test at 5 %)."""
+    first = sorted(times[: (third := len(times) // 3)])
+    wins = sum(bisect_left(first, time) + bisect_right(first, time) - third for time in times[-third:])
+    return abs(wins) > statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * third * math.sqrt((2 * third + 1) / 3)
+
+
 def median_error(values: Sequence[float]) -> float | None:
     """Return the standard error of a median. Return None for fewer than six values.
 
@@ -163,16 +171,11 @@ def describe(lengths: Sequence[int]) -> dict[str, Any]:
     """
     total = sum(lengths)
     return {
-        "count": len(lengths),
-        "total": total,
-        "mean": total / len(lengths),
+        "count": len(lengths), "total": total, "mean": total / len(lengths),
         "weighted_mean": sum(n * n for n in lengths) / total if total else 0.0,
-        "p50": quantile(lengths, 0.50),
-        "p90": quantile(lengths, 0.90),
-        "p99": quantile(lengths, 0.99),
-        "max": max(lengths),
-        "histogram": histogram(lengths),
-    }
+        **{f"p{percent}": quantile(lengths, percent / 100) for percent in (50, 90, 99)},
+        "max": max(lengths), "histogram": histogram(lengths),
+    }  # fmt: skip
 
 
 def histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
@@ -187,12 +190,8 @@ def histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
 
 def padding_efficiency(lengths: Sequence[int], batch_size: int) -> float:
     """Return real tokens / computed positions. Each batch of consecutive samples is padded to its longest sample."""
-    computed = sum(
-        max(batch) * len(batch)
-        for start in range(0, len(lengths), batch_size)
-        if (batch := lengths[start : start + batch_size])
-    )
-    return sum(lengths) / computed
+    batches = (lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size))
+    return sum(lengths) / sum(max(batch) * len(batch) for batch in batches)
 
 
 def packing_efficiency(lengths: Sequence[int], max_length: int) -> float:

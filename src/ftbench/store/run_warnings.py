@@ -39,7 +39,8 @@ def warnings(
         sentences.append(
             f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} steps for reliable figures"
         )
-    if abs(change := drift(steady) or 0.0) > DRIFT_TOLERANCE:
+    series = [row.step_time_s or 0.0 for row in steady], _per_position(steady)
+    if abs(change := drift(steady) or 0.0) > DRIFT_TOLERANCE and all(map(stats.differs, series)):
         sentences.append(f"the step time changed by {change:+.0%} during the steady window")
     gap = None if machine.get("imported") else wall_gap(everything, train, warm)  # lines may be means of steps
     if gap is not None and not -WALL_TOLERANCE <= gap <= WALL_TOLERANCE + STEPS_AHEAD / len(steady):
