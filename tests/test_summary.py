@@ -394,6 +394,14 @@ def test_few_steady_steps_are_a_warning(run):
     assert not warned(run(training([3.0, 1.0, 1.0, 1.0, 1.0, 1.0])), "steady steps:")
 
 
+def test_too_few_steps_for_the_requested_warmup(run):
+    made = run(training([1.0] * 12), spec_json=SPEC | {"measure": {"warmup": 20}})
+    assert warned(made, "only 0 steady steps: train at least 25 steps")
+    summary = summarise(made)
+    assert summary.steps == {"total": 12, "warmup": 12, "steady": 0}
+    assert summary.time_to_steady_s is None
+
+
 def test_drift_is_a_warning(run):
     (told,) = warned(run(training([3.0, *np.linspace(1.0, 1.2, 30).tolist()])), "during the steady window")
     assert "+1" in told

@@ -75,7 +75,7 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
     warm = _warmup(spec, train)
     phases = documents["phases"].get("phases", [])
     summary = _described(run, documents, state)
-    summary.steps = {"total": len(train), "warmup": warm, "steady": len(train) - warm}
+    summary.steps = {"total": len(train), "warmup": min(warm, len(train)), "steady": len(train[warm:])}
     summary.loss = _losses(everything)
     summary.memory_gb = _memory(everything, train, warm, phases)
     summary.phases_s = _phases(phases, train, warm, state)
@@ -134,7 +134,7 @@ def _first_steps(summary: RunSummary, train: Sequence[StepRow], warm: int) -> No
     """
     if train and train[0].step == 1:
         summary.first_step_s = train[0].step_time_s
-        if not warm or train[warm - 1].step == warm:
+        if not warm or train[:warm][-1].step == warm:
             summary.time_to_steady_s = total(row.step_time_s for row in train[:warm])
 
 
@@ -143,9 +143,8 @@ def as_dict(summary: RunSummary) -> dict[str, Any]:
 
 
 def _warmup(spec: dict[str, Any], train: Sequence[StepRow]) -> int:
-    warmup = spec.get("measure", {}).get("warmup", "auto")
-    if isinstance(warmup, int):
-        return min(warmup, len(train))
+    if isinstance(warmup := spec.get("measure", {}).get("warmup"), int):
+        return warmup
     return stats.warmup_steps([row.step_time_s or 0.0 for row in train], [row.recompiles for row in train])
 
 
@@ -226,7 +225,7 @@ def _memory(
     The phase `generate` is not part of training. The memory peaks of `generate` are only in phases.json.
     """
     phases = [phase for phase in phases if phase["name"] != "generate"]
-    names = ["first_step", *["warmup"] * (max(warm, 1) - 1), *["steady"] * len(train)]
+    names = ["first_step", *["warmup"] * len(train[1:warm]), *["steady"] * len(train)]
     stages = [(name, row.peak_memory_gb) for name, row in zip(names, train, strict=False)]
     if not train:  # an imported log may have memory without times
         stages += [("steady", row.peak_memory_gb) for row in everything if row.phase == "train"]
