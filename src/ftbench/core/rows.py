@@ -56,11 +56,7 @@ class StepRow:
     host_memory_gb: float | None = _column("GiB", "resident set of the process at the end of the step", "sum")
     allocator_retries: int | None = _column("", "cache flushes of the allocator within the step")
     power_w: float | None = _column("W", "mean of the sampled board power within the step", "sum")
-    energy_j: float | None = _column(
-        "J",
-        "interpolated energy counter of the board; energy above the power limit is moved to the next step",
-        "sum",
-    )
+    energy_j: float | None = _column("J", "energy counter of the board, interpolated between samples", "sum")
     sm_clock_mhz: float | None = _column("MHz", "mean of the sampled SM clock", "lowest")
     temperature_c: float | None = _column("°C", "highest sampled GPU temperature")
     throttle: str | None = _column("", "throttle reasons joined by |; `none` if the driver reported no reason", "all")
