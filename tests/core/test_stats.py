@@ -42,6 +42,16 @@ def test_a_much_slower_step_in_the_first_half_extends_the_warmup():
     assert stats.warmup_steps([5.0, 1.0, 1.0, 4.0, *[1.0] * 16]) == 4
 
 
+def test_long_samples_are_not_warmup():
+    tokens = np.random.default_rng(1).lognormal(6, 1, 250).astype(int).tolist()
+    times = [0.05 + count / 1000 for count in tokens]
+    times[0] += 2.0
+    assert stats.warmup_steps(times) > 50
+    assert stats.warmup_steps(times, positions=tokens) == 1
+    times[9] += 5.0
+    assert stats.warmup_steps(times, positions=tokens) == 10
+
+
 @given(st.lists(st.floats(1e-4, 1e3), min_size=2, max_size=60), st.lists(st.sampled_from([None, 0, 1]), max_size=60))
 def test_warmup_is_at_least_one_step_and_at_most_half(values, recompiles):
     assert 1 <= stats.warmup_steps(values, recompiles) <= len(values) // 2

@@ -28,25 +28,28 @@ def total(values: Iterable[float | int | None]) -> float:
     return sum(value for value in values if value is not None)
 
 
-def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) -> int:
-    """Return the number of warm-up steps.
+def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = (), positions: Sequence[int] = ()) -> int:
+    """Return the number of warm-up steps. `positions` are the computed tokens of each step.
 
     The second half of the run shows the steady speed: `median`, `deviation` (from the median absolute deviation) and
     `p90` of its step times. Warm-up ends before the first later step that takes at most
-    `median + max(0.1 * median, 3 * deviation)`. Warm-up includes every step of the first half that compiled a graph or
-    took more than `2 * p90`. At most half of the steps are warm-up.
+    `median + max(0.1 * median, 3 * deviation)`. Warm-up includes every step of the first half that compiled a graph, or
+    took more than `2 * p90` and twice the time of as many tokens in the second half. At most half is warm-up.
     """
     n = len(times)
     if n < 2:
         return n
     half = n // 2
-    tail = times[half:]
+    tail, lengths = times[half:], positions[half:]
     middle = statistics.median(tail)
     spread = MAD_TO_SIGMA * statistics.median(abs(t - middle) for t in tail)
     limit = middle + max(0.10 * middle, 3 * spread)
-    far = 2 * quantile(tail, 0.90)
     warm = next((step for step in range(1, half) if times[step] <= limit), half)
-    starts = [i + 1 for i in range(half) if times[i] > far or (i < len(recompiles) and recompiles[i])]
+    far = [2 * quantile(tail, 0.90)] * half
+    slope, start = statistics.linear_regression(lengths, tail) if len(set(lengths)) > 1 else (0.0, 0.0)
+    if slope > 0:
+        far = [max(far[0], 2 * (start + slope * length)) for length in positions[:half]]
+    starts = [i + 1 for i in range(half) if times[i] > far[i] or (i < len(recompiles) and recompiles[i])]
     return max([warm, *starts])
 
 

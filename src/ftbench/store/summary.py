@@ -145,7 +145,8 @@ def as_dict(summary: RunSummary) -> dict[str, Any]:
 def _warmup(spec: dict[str, Any], train: Sequence[StepRow]) -> int:
     if isinstance(warmup := spec.get("measure", {}).get("warmup"), int):
         return warmup
-    return stats.warmup_steps([row.step_time_s or 0.0 for row in train], [row.recompiles for row in train])
+    times, positions = [row.step_time_s or 0.0 for row in train], [row.padded_tokens or 0 for row in train]
+    return stats.warmup_steps(times, [row.recompiles for row in train], positions)
 
 
 def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
