@@ -127,6 +127,15 @@ def test_models_and_data_are_not_paired(tmp_path):
     assert only(compared(tmp_path, "gpu", "H200")).baseline is None
 
 
+def test_speeds_at_different_image_sizes_are_in_samples(tmp_path):
+    make_run(tmp_path, "a", steps(seconds=1.0))
+    smaller = {"spec": {"optimizations.image_size": 336}, "applied": {"dataset.tokens.mean": 1024.0}}
+    make_run(tmp_path, "b", steps(seconds=0.52, real_tokens=4096), **smaller)  # 4 samples per step, as in a
+    pair = only(compared(tmp_path, "optimization", "none"))
+    assert pair.speed.value == pytest.approx(1 / 0.52, rel=0.01)
+    assert pair.speed.direction == "higher"
+
+
 # --- repeats ---------------------------------------------------------------------------------------------------------
 
 

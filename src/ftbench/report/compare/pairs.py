@@ -78,9 +78,7 @@ class Comparison:
         return value_at(self.axis, cell.facts) or "unknown"
 
 
-def compare(
-    runs: Sequence[Run], axis: str, baseline: str | None = None, *, one_sitting: bool = False
-) -> Comparison:  # fmt: skip
+def compare(runs: Sequence[Run], axis: str, baseline: str | None = None, *, one_sitting: bool = False) -> Comparison:
     """Compare runs by a key: a short name (`gpu`, `method`, …), a spec key, or a fact about the machine.
 
     `baseline` is the baseline value, by default a plain value such as `none`, or the value with the most successful
@@ -98,7 +96,9 @@ def compare(
 
 
 def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", noise: Noise | None = None) -> Pair:
-    """Compare a cell (repeated runs of one spec) with its baseline. Return ratios and differences as a Pair."""
+    """Compare a cell (repeated runs of one spec) with its baseline. Return ratios and differences as a Pair.
+
+    A smaller image has fewer tokens, so speeds at different image sizes are compared in samples per second."""
     if baseline is None:
         return Pair(cell, None, reason=reason)
     facts = core.differences(baseline.facts, cell.facts, lambda key: implied(axis, baseline.facts, cell.facts, key))
@@ -107,7 +107,8 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", nois
         reason = "" if baseline.ok else "the baseline failed"
         return Pair(cell, baseline, differences, reason=reason)
     noise = noise or Noise()
-    rate = TOKENS if baseline.values(TOKENS) and cell.values(TOKENS) else SAMPLES
+    resized = len({side.facts.get("optimizations.image_size") for side in (baseline, cell)}) > 1
+    rate = TOKENS if not resized and baseline.values(TOKENS) and cell.values(TOKENS) else SAMPLES
     speed = _ratio(baseline, cell, rate, noise)
     paces = baseline.pace(), cell.pace()
     sides = [name for side, name in ((baseline, "the baseline"), (cell, "it")) if any(r.contended for r in side.ok)]
@@ -147,8 +148,6 @@ _PER_STEP = {
     SAMPLES: ("samples", "step_time_s"),
     ENERGY: ("energy_j", "samples"),
 }
-
-
 _COLUMNS = ("step", "step_time_s", "real_tokens", "energy_j", "samples", "loss")
 
 
