@@ -102,10 +102,15 @@ def test_run_is_found_by_folder_id_or_number(ftbench):
     assert ftbench("show", rows[0]["path"])[1].startswith(f"{rows[0]['run_id']}: ok\n")
 
 
-def test_optimizations_that_are_on_are_not_suggested(ftbench, tmp_path):
-    spec = {"optimizations.loader_processes": True}
-    found, _ = suggestions(ftbench, make_run(tmp_path, "a", steps(**WAITING), spec=spec).path)
-    assert "loader processes" not in [each["name"] for each in found]
+@pytest.mark.parametrize(
+    ("rows", "name", "value"),
+    [(WAITING, "loader_processes", True), (IDLE, "compile", True), (IDLE, "compile", "lean"),
+     ({"padded_tokens": 16384}, "packing", True)],
+)  # fmt: skip
+def test_optimizations_that_are_on_are_not_suggested(ftbench, tmp_path, rows, name, value):
+    spec = {f"optimizations.{name}": value}
+    found, _ = suggestions(ftbench, make_run(tmp_path, "a", steps(**rows), spec=spec).path)
+    assert [f"optimizations.{name}=on"] not in [each["sets"] for each in found]
 
 
 @pytest.mark.parametrize(

@@ -162,10 +162,10 @@ def _changes(spec: Experiment, summary: Mapping[str, Any]) -> Iterator[tuple[str
                 effect = (OPTIMIZATIONS[name].description or "").partition(";")[0]
                 yield name.replace("_", " "), effect, {f"optimizations.{name}": True}
         real, padded = ((summary.get("tokens_per_s") or {}).get(name) for name in ("real", "padded"))
-        if real and padded and (share := 1 - real / padded) > _MUCH_PADDING:
+        if real and padded and (share := 1 - real / padded) > _MUCH_PADDING and not spec.optimizations.packing:
             effect = f"{units.percent(share)} of the computed positions are padding"
             yield "packing", effect, {"optimizations.packing": True}
-        if bound == "launch-bound":
+        if bound == "launch-bound" and not spec.optimizations.compile:
             yield "compile", "fewer kernels to launch", {"optimizations.compile": True}
 
 
