@@ -134,6 +134,17 @@ def test_csv_has_cost_columns(tmp_path):
     assert float(row["cost.rent.per_1m_real_tokens"]) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("terms", [RENT, OWNED])
+def test_runs_are_sorted_by_the_cost_of_samples(tmp_path, terms):
+    for name, gpu in (("a", "NVIDIA H200"), ("b", "NVIDIA H100 80GB HBM3")):
+        made_run(tmp_path / "runs", name, gpu=gpu)
+    dearer = terms.replace("3.6", "7.2").replace("8766", "9999")
+    prices = price_file(tmp_path, f"H100 SXM5: {{{terms}}}\nH200 SXM: {{{dearer}}}\n")
+    for column, order in (("1k samples", ["b", "a"]), ("-1k samples", ["a", "b"])):
+        runs = document(tmp_path / "runs", "--prices", prices, "--sort", column)["runs"]
+        assert [run["run_id"] for run in runs] == order
+
+
 def test_currencies_are_not_compared(tmp_path):
     made_run(tmp_path / "runs", "a")
     made_run(tmp_path / "runs", "b", gpu="NVIDIA H100 80GB HBM3")

@@ -23,7 +23,9 @@ _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
 }  # fmt: skip
 _SWITCHES = {"true": "on", "false": "off", "yes": "on", "no": "off"}
 _MOST_VALUES = 12  # most values that a message lists
-_ALIASES = {"speed": "tokens/s", "memory": "peak gib", "time": "step"}  # other words that users type for a heading
+# Other words for a column.
+_ALIASES = {"speed": ["tokens/s"], "memory": ["peak gib"], "time": ["step"],
+            "1k samples": [f"cost.{way}.per 1k samples" for way in ("rent", "owned")]}  # fmt: skip
 _FAST = {column.source for column in FIGURES if column.more_is_better} | {"model_tflops", "hfu", "mfu_measured"}
 
 Values = list[Any]
@@ -66,7 +68,7 @@ def arranged(records: Sequence[Record], sort: str | None) -> list[Record]:
 def _values(option: str, name: str, records: Sequence[Record]) -> tuple[Values, bool]:
     """Return the values of a column, and whether higher values are better. Raise SpecError for an unknown column."""
     columns = _columns(records)
-    key = next((key for key in (_plain(name), _ALIASES.get(_plain(name))) if key in columns), None)
+    key = next((key for key in (_plain(name), *_ALIASES.get(_plain(name), ())) if key in columns), None)
     if key is None:
         raise SpecError(
             f"{option} {shortened(name)}: unknown column{nearest(_plain(name), columns)} (use method, batch, gpu, "
@@ -87,9 +89,7 @@ def _columns(records: Sequence[Record]) -> dict[str, tuple[Values, bool]]:
         columns[_plain(heading)] = [spec.get(key) for spec in specs], False
     shown = list(map(_shown, records, data_labels(records), specs))
     columns |= {name: ([texts[name] for texts in shown], False) for name in shown[0]} if shown else {}
-    return columns | {
-        _plain(column.heading): (_of(records, column.source), column.more_is_better) for column in FIGURES
-    }
+    return columns | {_plain(each.heading): (_of(records, each.source), each.more_is_better) for each in FIGURES}
 
 
 def _of(records: Sequence[Record], name: str) -> Values:
