@@ -108,6 +108,15 @@ def test_missing_key_equals_its_default(tmp_path):
     assert only(compared(tmp_path, "gpu", "H200")).iso
 
 
+def test_removed_keys_that_were_off_are_no_difference(tmp_path):
+    older = {"method.offload_layers": 0, "method.load_in_fp8": False, "method.bias": "none"}
+    make_run(tmp_path, "a", spec=method("unsloth") | older)
+    make_run(tmp_path, "b", spec=method("unsloth") | {"method.offload_layers": 2})
+    make_run(tmp_path, "c", spec=method("unsloth"), machine={"gpu.name": MAX_Q})
+    pair = only(compared(tmp_path, "gpu", "H200"))
+    assert (pair.iso, pair.baseline.runs[0].run_id) == (True, "a")
+
+
 def test_pairs_agree_in_other_varying_keys(tmp_path):
     for batch in (2, 4):
         for name in ("lora", "full"):

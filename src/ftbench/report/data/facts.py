@@ -49,7 +49,7 @@ def spec_facts(run: RunDir) -> Mapping[str, str]:
     if not facts or "imported" in written:  # defaults are unknown for imported runs
         return facts
     today = _defaults(facts.get("method.name", ""))
-    facts = {key: text for key, text in facts.items() if key in today or text not in ("off", "none")}
+    facts = {key: text for key, text in facts.items() if key in today or text not in ("off", "none", "0")}
     known = {key: text for key, text in today.items() if isinstance(written.get(key.partition(".")[0]), dict)}
     older = {"objective.name": "sft"}  # how runs trained before these keys existed
     if not {"on"} & {facts.get(f"optimizations.{name}") for name in ("packing", "padding_free")}:
