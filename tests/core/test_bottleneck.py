@@ -72,6 +72,14 @@ def test_the_power_limit_is_reported_in_addition():
     assert found.sm_clock_mhz == pytest.approx(1650)
 
 
+def test_a_short_throttling_does_not_count_for_a_long_step():
+    columns = {"gpu_busy": 0.99, "throttle": "sw_thermal|sw_power_cap", "power_capped": 0.7, "thermally_limited": 0.02}
+    found = classify_bottleneck(window([30.0] * 10, **columns), True, 0.6)
+    assert (found.verdict, found.also) == ("compute-bound", ["power-capped"])
+    assert found.power_capped == pytest.approx(0.7)
+    assert found.thermally_limited == pytest.approx(0.02)
+
+
 def test_shares_are_weighted_by_time():
     found = classify_bottleneck(window([1.0, 3.0], gpu_busy=[1.0, 0.5], data_time_s=[0.0, 0.4]), True, 0.5)
     assert found.gpu_busy == pytest.approx((1 * 1.0 + 3 * 0.5) / 4)

@@ -71,6 +71,8 @@ def test_throttling_is_reported_per_step(sampled):
     assert found.over(0.1, 0.9)["throttle"] == "none"
     assert found.over(1.0, 1.9)["throttle"] == "sw_power_cap"
     assert throttle_names([0x1, 0x20, 0x40]) == "sw_thermal|hw_thermal"
+    assert found.over(0.1, 1.9)["power_capped"] == pytest.approx(9 / 19)
+    assert found.over(0.1, 1.9)["thermally_limited"] == 0
 
 
 def test_missing_counter_is_empty(sampled):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ftbench.core.rows import StepRow
-from ftbench.core.stats import total
 from ftbench.core.units import reworded
 
 DATA_BOUND = 0.10  # share of the steady window spent waiting for batches
@@ -23,7 +22,7 @@ COMPUTE_BOUND = 1 / 3
 LAUNCH_S = 1.1e-6
 THROTTLED = 0.5  # share of the steady window with a throttle reason
 THERMAL = ("sw_thermal", "hw_thermal", "hw_slowdown", "hw_power_brake")
-POWER = ("sw_power_cap",)
+LIMITS = {"power_capped": ("sw_power_cap",), "thermally_limited": THERMAL}  # throttle reasons by column of steps.csv
 
 
 @dataclass(slots=True)
@@ -71,8 +70,8 @@ def classify_bottleneck(
         products=products,
         tensor_busy=over_time(steady, [row.tensor_busy for row in steady]),
         memory_busy=over_time(steady, [row.memory_busy for row in steady]),
-        power_capped=_under(steady, POWER),
-        thermally_limited=_under(steady, THERMAL),
+        power_capped=_under(steady, "power_capped"),
+        thermally_limited=_under(steady, "thermally_limited"),
         sm_clock_mhz=over_time(steady, [row.sm_clock_mhz for row in steady]),
     )
     bottleneck.verdict, why = _judge(bottleneck, on_gpu)
@@ -132,9 +131,8 @@ def over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time
     return sum(value * (1.0 if of_time else time) for time, value in pairs) / seconds if seconds > 0 else None
 
 
-def _under(steady: Sequence[StepRow], reasons: Sequence[str]) -> float | None:
-    """Return the share of the steady step time in which the driver reported one of these throttle reasons."""
-    known = [row for row in steady if row.throttle]
-    seconds = total(row.step_time_s for row in known)
-    held = [row for row in known if set((row.throttle or "").split("|")).intersection(reasons)]
-    return total(row.step_time_s for row in held) / seconds if seconds else None
+def _under(steady: Sequence[StepRow], column: str) -> float | None:
+    """Return the share of the steady time with a reason of `column`. Without the column, whole steps are counted."""
+    whole = [float(any(each in row.throttle for each in LIMITS[column])) if row.throttle else None for row in steady]
+    shares = [getattr(row, column) for row in steady]
+    return over_time(steady, [flag if share is None else share for share, flag in zip(shares, whole, strict=True)])

@@ -93,6 +93,8 @@ class StepRow:
     generated_tokens: int | None = _column("tokens", "grpo: tokens of the step's completions", "shares")
     reward: float | None = _column("", "grpo: mean reward of the step's completions", "mean")
     generation_peak_gb: float | None = _column("GiB", "grpo: highest allocated during generation")
+    power_capped: float | None = _column("", "share of the samples in which the power limit reduced the clock")
+    thermally_limited: float | None = _column("", "share of the samples in which heat or the power supply did so")
 
 
 SMALLEST, LARGEST, MOST_STEPS = 1e-30, 1e15, 2**31  # bounds for seconds, tokens, GiB, joules and learning rates

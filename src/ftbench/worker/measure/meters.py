@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from ftbench.core.bottleneck import LIMITS
 from ftbench.core.units import GIB
 from ftbench.worker.measure.utilization import COLUMNS, BusyMeter, GpuLoad, HostLoad, Shares
 
@@ -220,10 +221,8 @@ class Sampler:
 
         If a step contains no sample, use the samples before and after the step.
         """
-        inside = self._samples[bisect_left(self._times, begin) : bisect_right(self._times, end)]
-        if not inside:
-            at = bisect_left(self._times, begin)
-            inside = self._samples[max(0, at - 1) : at + 1]
+        at = bisect_left(self._times, begin)
+        inside = self._samples[at : bisect_right(self._times, end)] or self._samples[max(0, at - 1) : at + 1]
         if not inside:
             return {}
         reasons = [s.throttle for s in inside if s.throttle is not None]
@@ -233,9 +232,11 @@ class Sampler:
             "sm_clock_mhz": _mean((1.0, s.sm_clock_mhz) for s in inside),
             "temperature_c": max((s.temperature_c for s in inside if s.temperature_c is not None), default=None),
             "throttle": throttle_names(reasons) if reasons else None,
+            **{name: _mean((1.0, any(each in throttle_names([mask]) for each in names)) for mask in reasons)
+               for name, names in LIMITS.items()},
             "device_memory_gb": max((s.memory_gb for s in inside if s.memory_gb is not None), default=None),
             **self._shares(begin, end),
-        }
+        }  # fmt: skip
 
     def _shares(self, begin: float, end: float) -> dict[str, float | None]:
         """Return the mean utilization during a step. Each interval is weighted by its overlap with the step."""
