@@ -83,9 +83,9 @@ def _fitting(rows: Sequence[GpuEstimate]) -> str:
     """Return a sentence that counts the GPUs with enough memory, and names the smallest and the fastest of them."""
     fit = [row for row in rows if row.memory.verdict == VERDICTS[0]]
     if not fit:
-        return folded(f"It may not fit any of these {len(rows)} GPUs.")
-    smallest = min(fit, key=lambda row: row.memory.total)
-    text = f"It fits {len(fit)} of {len(rows)} GPUs. The smallest is {smallest.name}"
+        verb = "does" if all(row.memory.verdict == VERDICTS[-1] for row in rows) else "may"
+        return folded(f"It {verb} not fit any of these {len(rows)} GPUs.")
+    text = f"It fits {len(fit)} of {len(rows)} GPUs. The smallest is {min(fit, key=lambda row: row.memory.total).name}"
     if timed := [(row.time.step_s.expected, row.name) for row in fit if row.time]:
         seconds, name = min(timed)
         text += f", the fastest {name} ({units.seconds(seconds)} per step)"

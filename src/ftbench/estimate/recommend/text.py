@@ -29,7 +29,7 @@ def as_text(answer: Recommendation, command: str = "", every: bool = False) -> s
         lines += [folded_command(command)] if command else []
         lines += ["", *map(folded, _notes(answer))]
         if not every and (more := len(answer.options) - len(per_gpu)):
-            lines.append(folded(f"{units.some(more, 'more variant')} fit and meet the limits: --all lists them"))
+            lines.append(folded(f"--all lists {units.some(more, 'more variant')} within the limits"))
     else:
         names = units.listed([gpu.name for gpu in goal.gpus], 3)
         missed = f"no variant meets these limits. The closest is {answer.missed}:"
