@@ -39,7 +39,7 @@ def test_what_does_a_night_with_an_rtx_4090_make_of_20000_rows_of_my_own(ftbench
     assert re.search(trains, words(out))
     best = load(tmp_path / "best.yaml")
     assert (best.dataset.samples or 20_000, best.dataset.path) == (20_000, str(tmp_path / "own.jsonl"))
-    assert best.name == "mine-best"
+    assert best.name == "best", "`ftbench run best.yaml` writes to results/best"
     assert "\n  ftbench run best.yaml\n" in out
 
     code, out, _ = ftbench("estimate", "best.yaml", "--gpu", "RTX 4090", "--check")

@@ -308,7 +308,7 @@ def test_the_best_way_is_written_as_a_valid_spec(ftbench, spec_file, tmp_path):
     assert (code, err) == (0, "")
     assert f"ftbench run {best}" in out
     spec = load(best)
-    assert (spec.name, spec.train.learning_rate, spec.method.rank) == ("night-best", 1e-4, 16)  # type: ignore[union-attr]
+    assert (spec.name, spec.train.learning_rate, spec.method.rank) == ("best", 1e-4, 16)  # type: ignore[union-attr]
     found = estimate_duration(spec, GPUS["H200 SXM"])
     assert spec.train.max_steps * found.samples == pytest.approx(50000, rel=0.02)  # type: ignore[operator]
 
@@ -381,7 +381,7 @@ def test_all_shipped_configs_on_20_cards_have_one_answer(monkeypatch, tmp_path):
         assert f"Best: {way}, batch {batch}, on {location}: {seconds} (" in text, path
         (tmp_path / "best.yaml").write_text(as_yaml(answer))
         written, typed = load(tmp_path / "best.yaml"), typed_spec(printed_command(text))
-        assert written == as_runnable(best, answer.goal), path
+        assert written == as_runnable(best, answer.goal).model_copy(update={"name": "best"}), path
         rest = {"name": written.name, "dataset": written.dataset}  # the file names the number of samples
         assert typed.model_copy(update=rest) == written, path
 

@@ -254,9 +254,7 @@ def _closest(fitting: Sequence[Option], goal: Goal) -> tuple[Option | None, str]
 
 def as_runnable(option: Option, goal: Goal) -> Experiment:
     """Return the spec of an option, with the number of steps that trains the requested samples."""
-    spec = option.spec
-    name = f"{goal.spec.name[:75]}-best"
-    steps = max(1, math.ceil(goal.samples / option.duration.samples))
+    spec, steps = option.spec, max(1, math.ceil(goal.samples / option.duration.samples))
     if spec.train.max_steps is None and spec.dataset.samples is not None and goal.samples == epochs_samples(spec, 0):
-        return spec.model_copy(update={"name": name})
-    return spec.model_copy(update={"name": name, "train": spec.train.model_copy(update={"max_steps": steps})})
+        return spec
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"max_steps": steps})})

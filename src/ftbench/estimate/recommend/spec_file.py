@@ -30,9 +30,10 @@ _COMMENTS = {
 
 
 def spec_file(spec: Experiment) -> str:
-    """Return a spec as YAML with comments. A short section is on one line."""
-    lines = list[str]()
-    for key, value in spec_values(spec).items():
+    """Return a spec as YAML with comments, without its name. A short section is on one line."""
+    lines, values = list[str](), spec_values(spec)
+    del values["name"]  # the default is the name of the file
+    for key, value in values.items():
         (only,) = value.values() if isinstance(value, dict) and len(value) == 1 else (None,)
         short = (
             only if key in SHORT_FORMS and isinstance(only, str) and next(iter(value)) == SHORT_FORMS[key] else value
