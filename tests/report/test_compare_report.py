@@ -529,7 +529,7 @@ def test_equal_runs_have_no_axes(tmp_path):
 
 
 def test_thousands_of_axes_are_limited(tmp_path, ftbench):
-    for value in (0, 1):
+    for value in (1, 2):
         make_run(tmp_path, f"r{value}", spec={f"future.key{i}": value for i in range(10_000)})
     code, out, _ = ftbench("report", tmp_path)
     assert code == 0
