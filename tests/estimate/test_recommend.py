@@ -68,6 +68,14 @@ def spec_file(tmp_path):
 # --- the options -----------------------------------------------------------------------------------------------------
 
 
+def test_gpt_oss_keeps_its_published_4_bits():
+    """Its published weights cannot be quantized again, and unsloth ignores `load_in_4bit`."""
+    found = ask("RTX 4090", spec={"model": {"id": "openai/gpt-oss-20b"}}).options
+    methods = [option.spec.method for option in found]
+    assert found[0].spec.method.mxfp4
+    assert all(method.quantised for method in methods if method.name != "lora")
+
+
 @pytest.mark.parametrize("names", [("H200 SXM",), ("RTX 4090", "A100 40GB", "H100 SXM5", "MI300X")], ids="-".join)
 def test_every_option_can_run_on_its_gpu_fits_and_meets_the_deadline(names):
     found = ask(*names, deadline_s=40 * 3600)
@@ -395,9 +403,7 @@ def test_the_decision_guide_has_the_answers_of_recommend(monkeypatch):
     for model in dict.fromkeys(row[0] for row in rows):
         named = {row[1]: row[2:4] for row in rows if row[0] == model}
         sets, night = [f"model.id={model}"], ROOT / "configs" / "night.yaml"
-        request = requests.RecommendRequest(
-            night, sets, gpu=",".join(named), deadline="8h", method="lora,qlora", store=ROOT / "results"
-        )
+        request = requests.RecommendRequest(night, sets, gpu=",".join(named), deadline="8h", store=ROOT / "results")
         best = {option.gpu.name: option for option in requests.answer(request).best_per_gpu()}
         for gpu, (way, batch) in named.items():
             if gpu not in best:

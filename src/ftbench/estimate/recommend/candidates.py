@@ -15,7 +15,7 @@ from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import shipped_recipes
-from ftbench.spec.methods import METHODS
+from ftbench.spec.methods import GPT_OSS, METHODS, family
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.optimizations.compute import KERNEL_FAMILIES
 
@@ -123,14 +123,12 @@ def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> 
 
 
 def _variants(spec: Experiment, name: str) -> Iterator[Any]:
-    """Yield the method `name` with the options that the spec sets. For unsloth, yield four variants: 16 and 4 bits,
-    each with and without gradient checkpointing."""
-    own = spec.method.model_dump() if spec.method.name == name else spec.method.model_dump(include=_SHARED)
-    if name == "full":
-        own = {}
-    if name != "unsloth":
-        yield METHODS[name].model_validate({**own, "name": name})
-        return
-    for bits, again in _UNSLOTH:
-        more = {"name": name, "load_in_4bit": bits, "use_gradient_checkpointing": again}
-        yield METHODS[name].model_validate({**own, **more})
+    """Yield the method `name` with the options that the spec sets. For unsloth, yield variants in 16 and 4 bits, with
+    and without gradient checkpointing. gpt-oss is published in MXFP4: qlora and unsloth keep this format."""
+    packed = family(spec.model) == GPT_OSS
+    own: dict[str, Any] = {"quant_type": "mxfp4"} if packed and name == "qlora" else {}
+    if name != "full":
+        own |= spec.method.model_dump(include=None if spec.method.name == name else _SHARED)
+    for bits, again in _UNSLOTH[2 * packed :] if name == "unsloth" else [(None, None)]:
+        more = {"load_in_4bit": bits, "use_gradient_checkpointing": again} if again else {}
+        yield METHODS[name].model_validate({**own, **more, "name": name})
