@@ -171,7 +171,7 @@ class Dataset(Part):
             raise ValueError(f"`name: {self.name}` needs `{missing[0]}`")
         lengths = [key for key in ("length", "mean_length", "like") if getattr(self, key) is not None]
         if len(lengths) > 1 or (self.name == "synthetic" and not lengths):
-            raise ValueError(f"`name: {self.name}` needs one of `length`, `mean_length` and `like`")
+            raise ValueError(f"`name: {self.name}` needs exactly one of `length`, `mean_length` and `like`")
         if self.length is not None and self.length > self.max_length:
             raise ValueError(f"`length` {self.length} is larger than `max_length` {self.max_length}")
         return self
