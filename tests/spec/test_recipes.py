@@ -117,6 +117,15 @@ def test_recipe_can_be_an_axis(write):
     assert "with method unsloth" in found[3].refused
 
 
+def test_other_axes_override_the_recipe_of_a_cell(write):
+    """`--method` comes before `--axis recipe=...` on the command line, and a recipe sets a method too."""
+    path = write(MODEL)
+    found = cells(path, (), ["method=lora,qlora", "recipe=plain,fastest-qlora"])
+    assert [cell.spec.method.name for cell in found] == [cell.values["method"] for cell in found]
+    assert len({cell.spec for cell in found}) == 4
+    assert all(load(path, cell.sets) == cell.spec for cell in found)
+
+
 @pytest.mark.parametrize(
     ("text", "sets", "expected"),
     [

@@ -75,7 +75,7 @@ class GridCell:
 
 
 def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[GridCell]:
-    """Return the cells of a sweep in the order of its axes; the last axis varies fastest.
+    """Return the cells of a sweep in the order of its axes, `recipe` first; the last axis varies fastest.
 
     Args:
         path: The spec file. Without axes, the sweep has one cell.
@@ -91,6 +91,7 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Gri
     folder = _folder(layers)
     by_key = {key: _axis(key, each, _origin(layers, key), folder) for key, each in values.items()}
     by_key |= {axis.key: axis for axis in map(_of_command_line, axes)}
+    by_key = dict(sorted(by_key.items(), key=lambda pair: pair[0] != RECIPE))  # other axes override the recipe
     _check_overlap(by_key.values())
     if (size := math.prod(len(axis.values) for axis in by_key.values())) > MAX_CELLS:
         raise SpecError(f"the sweep has {size:,} cells; at most {MAX_CELLS:,} are planned at once: split it")
@@ -176,8 +177,7 @@ def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[tu
     """Return one cell of the grid. `chosen` has (axis, index of the cell's value on this axis) for each axis."""
     point = {axis.key: axis.values[index] for axis, index in chosen}
     added = [axis.layers[index] for axis, index in chosen]
-    for layer in added:
-        base = merge(base, layer.data)
+    base = reduce(merge, (layer.data for layer in added), base)
     try:
         spec = validated(base, [*layers, *added])
     except ImpossibleError as error:
