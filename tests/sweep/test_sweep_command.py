@@ -223,6 +223,16 @@ def test_search_finds_the_largest_batch(tmp_path, fits):
     assert f"| lora | {fits or 'none'} |" in night.table()
 
 
+def test_search_ignores_axes_that_each_trial_sets(tmp_path):
+    """Otherwise, two GPUs train the same trial at the same time."""
+    spec = write_sweep(tmp_path, {"train.max_steps": [5, 10]}, launch={"mock": "oom", "mock_fits": 2})
+    night = sweep(spec, tmp_path / "out", "--until-oom", "--gpu-ids", "0,1")
+    assert night.code == 0, night.stderr
+    assert "it ignores the values of train.max_steps" in night.stderr
+    assert len(json.loads((night.path / "sweep.json").read_text())["frontier"]) == 1
+    assert night.superseded() == []
+
+
 # --- --dry-run -------------------------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,9 @@ from ftbench.core import units
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import checks, runner
 from ftbench.launch.live import LiveView
-from ftbench.spec.ablation import settings
+from ftbench.spec.ablation import settings, with_changes
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.identity import fingerprint_without_batch
 from ftbench.spec.incompatibilities import KERNELS, unpublished
 from ftbench.spec.model_argument import spec_text
 from ftbench.spec.sweep import GridCell, cells
@@ -25,9 +26,9 @@ from ftbench.sweep.output import status
 from ftbench.sweep.output.table import Tables
 from ftbench.sweep.plan.base import Plan, PlanRequest, short
 from ftbench.sweep.plan.grid import Grid, first_jobs, with_repeats
-from ftbench.sweep.plan.search import Family, Search
+from ftbench.sweep.plan.search import TRIAL, Family, Search
 
-_BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
+_SEARCHED = ("train.batch_size", "train.gradient_accumulation_steps", *TRIAL)  # the keys that --until-oom sets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def prepare(request: SweepRequest, notify: Callable[[str], None] = lambda text: 
     planner = _Planner(request, grid, machine, folder)
     if equal := len(planner.firsts) - len({(job.cell, job.spec.measure.repeats) for job in planner.firsts}):
         notify(f"{equal} of {len(grid)} cells differ from another one only in settings without effect: they run once")
-    if request.until_oom and (ignored := [key for key in grid[0].values if key in _BATCH]):
+    if request.until_oom and (ignored := [key for key in grid[0].values if key in _SEARCHED]):
         notify(f"--until-oom searches for the largest batch: it ignores the values of {' and '.join(ignored)}")
     impossible = [(cell_name(cell), cell.refused) for cell in grid if cell.refused]
     plan, without_kernels = planner.plan(), _unpublished(grid, checks.capability(machine))
@@ -158,10 +159,10 @@ class _Planner:
     def _search(self) -> Search:
         families: dict[str, Family] = {}
         for job in self.firsts:
-            if job.family not in families:
-                values = {key: value for key, value in job.values.items() if key not in _BATCH}
+            if (key := fingerprint_without_batch(with_changes(job.spec, TRIAL), self.options.gpu)) not in families:
+                values = {key: value for key, value in job.values.items() if key not in _SEARCHED}
                 sets = (*self.request.sets, *settings(values.items()))
-                families[job.family] = Family(job.spec, sets, values, self._problem(job.spec))
+                families[key] = Family(job.spec, sets, values, self._problem(job.spec))
         if all(family.refused for family in families.values()):
             raise MissingError("\n".join(dict.fromkeys(family.refused or "" for family in families.values())))
         if self.options.gpu is None:

@@ -24,7 +24,8 @@ from ftbench.sweep.plan.base import (
 )
 
 LARGEST_BATCH = 4096
-STEPS = 7  # optimizer steps of a trial
+# Settings of all trials
+TRIAL = {"train.max_steps": 7, "dataset.longest_first": True, "measure.eval": "off", "measure.profile": "off"}
 KNEE = 1.05  # ratio of two speeds; a smaller gain is ignored
 
 
@@ -129,9 +130,7 @@ class Search(Plan):
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
         for family in self.families:
-            if family.running or family.stopped:
-                continue
-            trial = self._next_trial(family)
+            trial = None if family.running or family.stopped else self._next_trial(family)
             if trial is not None and has_time(trial):
                 family.running = trial
                 self.standings[trial] = Standing("running")
@@ -204,7 +203,7 @@ class Search(Plan):
         spec = family.spec
         changes: dict[str, Any] = {
             "train.batch_size": batch, "train.gradient_accumulation_steps": spec.train.gradient_accumulation_steps,
-            "train.max_steps": STEPS, "dataset.longest_first": True, "measure.eval": "off", "measure.profile": "off",
+            **TRIAL,
         }  # fmt: skip
         if spec.dataset.is_made:
             changes["dataset.samples"] = max(spec.dataset.samples or 0, batch)
