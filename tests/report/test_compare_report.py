@@ -277,6 +277,19 @@ def test_recipes_are_compared_with_plain(tmp_path):
     assert comparison.section(found).title == "Compared by recipe"
 
 
+def test_baseline_with_the_same_graph_is_preferred(tmp_path):
+    for name in ("fastest", "fastest-fp8"):
+        found = recipe(name, FOLDER)
+        for graph in (True, False):
+            on = found["optimizations"] | {"cuda_graph": graph, "triton_kernels": True}
+            spec = {f"optimizations.{key}": value for key, value in on.items()}
+            spec |= {f"train.{key}": value for key, value in found["train"].items()}
+            make_run(tmp_path, f"{name}-{graph}", spec=spec)
+    pairs = compared(tmp_path, "recipe", "fastest").pairs
+    sides = [(pair.baseline.facts, pair.cell.facts) for pair in pairs]
+    assert sorted([facts["optimizations.cuda_graph"] for facts in each] for each in sides) == [["off"] * 2, ["on"] * 2]
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 

@@ -98,8 +98,7 @@ def partners(axis: str, baseline: Sequence[Cell]) -> Find:
     A cell and its baseline have the same model, data and GPU. If there are several such baselines, the cell must also
     agree in the keys that vary between these baselines. Other differences are allowed and listed in the report.
     """
-    section = axis.partition(".")[0]
-    hard = [key for key in _HARD if not on_axis(axis, key) and key.partition(".")[0] != section]
+    hard = [key for key in _HARD if not on_axis(axis, key) and key.partition(".")[0] != axis.partition(".")[0]]
     groups = grouped_by(baseline, lambda cell: tuple(cell.facts.get(key) for key in hard))
     indexed = {workload: _index(axis, group, hard) for workload, group in groups.items()}
 
@@ -111,15 +110,16 @@ def partners(axis: str, baseline: Sequence[Cell]) -> Find:
         varying, table = indexed[workload]
         spec = cell.runs[0].spec
         if fitting := table.get(tuple(spec.get(key) for key in varying)):
-            return max(fitting, key=lambda other: _same_machine(cell, other)), ""
+            return max(fitting, key=lambda other: _likeness(cell, other)), ""
         return None, "no baseline with " + ", ".join(f"{key} {spec.get(key, 'unknown')}" for key in varying)
 
     return find
 
 
-def _same_machine(cell: Cell, other: Cell) -> list[bool]:
-    """Return a sort key for baselines: prefer valid runs, then the same tokens, power limit, card and commit."""
-    return [bool(other.valid), *(cell.facts.get(key) == other.facts.get(key) for key in (DATA, LIMIT, CARD, COMMIT))]
+def _likeness(cell: Cell, other: Cell) -> list[int]:
+    """Return a sort key for baselines: valid runs, then the same tokens, power limit, card, commit and settings."""
+    same = [cell.facts.get(key) == other.facts.get(key) for key in (DATA, LIMIT, CARD, COMMIT, *other.facts)]
+    return [bool(other.valid), *same[:4], sum(same)]
 
 
 def _index(axis: str, group: Sequence[Cell], hard: Sequence[str]) -> tuple[list[str], dict[Any, list[Cell]]]:
