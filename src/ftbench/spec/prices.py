@@ -38,7 +38,7 @@ class Owned(Part):
     """The price of a bought GPU, including its share of the machine.
 
     Electricity is counted only for training hours. The power is the measured GPU power plus `host_idle_watts` (the
-    power of the rest of the machine).
+    GPU's share of the power of the rest of the machine).
     """
 
     price: Float = Field(gt=0)
