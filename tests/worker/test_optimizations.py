@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
+import types
 import weakref
 from collections import Counter, defaultdict
 from itertools import pairwise
@@ -29,7 +31,7 @@ from ftbench.worker.data import collate, prepare
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
 from ftbench.worker.model.random_weights import materialise
-from ftbench.worker.optimizations import attention, chunked_loss, compile, packing
+from ftbench.worker.optimizations import attention, chunked_loss, compile, liger, packing
 
 BF16 = torch.finfo(torch.bfloat16).eps
 
@@ -460,6 +462,16 @@ def test_offloaded_layer_keeps_nothing_on_the_device(model):
     assert kept[0] - kept[1] == 2 * layers  # saved inside the layers, invisible to the outer hooks
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
+
+
+def test_model_without_a_fused_loss_in_liger_is_an_error_with_a_fix(monkeypatch):
+    def refuse(**_):  # as Liger 0.8 does for Granite
+        raise NotImplementedError("LigerFusedLinearCrossEntropy is not available for Granite models.")
+
+    library = types.SimpleNamespace(_apply_liger_kernel_to_instance=refuse)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", library)
+    with pytest.raises(SpecError, match="Granite models: set it to off"):
+        liger.apply(torch.nn.Module(), spec_of())
 
 
 @pytest.mark.parametrize("name", ["liger", "activation_offload"])
