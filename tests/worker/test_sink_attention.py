@@ -105,8 +105,9 @@ def test_attention_by_boundaries_hands_sinks_and_window_on(flash):
         out, _ = varlen(None, *rows, None, s_aux=sinks, sliding_window=given, **samples)
         expected = SinkAttention.apply(query, key, value, sinks, BOUNDS, 11, 0.3, window)
         torch.testing.assert_close(out[0], expected, atol=0, rtol=0)
-    with pytest.raises(SpecError, match="does not support softcapping"):
-        varlen(None, *rows, None, softcap=30.0, **samples)
+    for name, value, feature in (("softcap", 30.0, "softcapping"), ("dropout", 0.1, "the model's attention dropout")):
+        with pytest.raises(SpecError, match=f"does not support {feature}"):
+            varlen(None, *rows, None, **{name: value}, **samples)
 
 
 def test_torchs_kernels_take_what_they_are_given():

@@ -39,11 +39,13 @@ def attention(kernel: Any) -> Any:
         SpecError for a padded batch, and for features that torch's kernel does not support."""
         if cu_seq_lens_q is None or query.shape[0] != 1:
             raise SpecError("optimizations.attention varlen does not support padding: turn on packing or padding_free")
-        if kwargs.get("softcap"):
-            raise SpecError("optimizations.attention varlen does not support softcapping: use sdpa or eager")
-        if kwargs.get("s_aux") is not None:
+        for name, feature in (("softcap", "softcapping"), ("dropout", "the model's attention dropout")):
+            if kwargs.get(name):
+                raise SpecError(f"optimizations.attention varlen does not support {feature}: use sdpa or eager")
+        if (sinks := kwargs.get("s_aux")) is not None:
             window = sliding_window - 1 if sliding_window else -1
-            return _with_sinks(query, key, value, kwargs["s_aux"], cu_seq_lens_q, max_length_q, scaling, window), None
+            given = (sinks, cu_seq_lens_q, max_length_q, scaling, window)
+            return SinkAttention.apply(*_rows(query, key, value), *given)[None].to(query.dtype), None
         samples = cu_seq_lens_q.shape[0] - 1
         whole = samples * max_length_q == query.shape[2]  # all samples have the maximum length
         if whole and not (sliding_window and sliding_window < max_length_q):
@@ -75,13 +77,6 @@ def _rows(*parts: torch.Tensor) -> list[torch.Tensor]:
     """Return each tensor (1, heads, tokens, head_dim) as (tokens, heads, head_dim). Convert float32 to bfloat16."""
     half = (part.to(torch.bfloat16) if part.dtype == torch.float32 else part for part in parts)
     return [part.squeeze(0).transpose(0, 1) for part in half]  # unlike squeeze, part[0] would copy the gradient
-
-
-def _with_sinks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, *samples: Any
-) -> torch.Tensor:
-    out: torch.Tensor = SinkAttention.apply(*_rows(query, key, value), sinks, *samples)
-    return out[None].to(query.dtype)
 
 
 def _by_rows(
