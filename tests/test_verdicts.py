@@ -1,4 +1,4 @@
-"""The verdicts of results/*/parity have the limits of the current check."""
+"""The current check gives the verdicts of results/*/parity."""
 
 import json
 import math
@@ -42,13 +42,9 @@ def test_committed_verdicts_follow_from_the_recorded_errors(folder):
     runs = records(folder)
     judged = [(spec, record) for spec, record in runs if not is_plain(spec)]
     found = [verdict.gradient(record, yardsticks(spec, runs), spec) for spec, record in judged]
-    if folder == EARLIER:
-        assert [each.state for each in found] == ["pass"]
-        return
-    for recipe in json.loads((folder / "parity.json").read_text())["recipes"]:
-        level = recipe["levels"]["gradient"]
-        wanted = (level["state"], pytest.approx(level["number"]), pytest.approx(level["limit"]))
-        assert wanted in [(each.state, each.number, each.limit) for each in found], recipe["name"]
+    recipes = json.loads((folder / "parity.json").read_text())["recipes"]
+    kept = [recipe["levels"]["gradient"]["state"] for recipe in recipes]
+    assert [each.state for each in found] == (["pass"] if folder == EARLIER else kept)
 
 
 @pytest.mark.parametrize(("factor", "state"), [(0.0, "pass"), (0.02, "fail"), (-0.03, "fail")])
@@ -66,7 +62,8 @@ def test_another_clipping_factor_fails_beyond_its_rounding(factor, state):
     [
         (("gradient", "moment"), 2.0, 1.0),  # the opposite direction
         (("gradient", "moment"), 2**0.5, 1.0),  # an unrelated direction
-        (("gradient", "moment"), None, 4.0),
+        (("gradient", "moment"), None, 1.5),
+        (("gradient", "moment"), None, 0.5),
         (("step", "steps"), None, 1.2),
     ],
 )
