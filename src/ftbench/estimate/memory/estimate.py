@@ -49,11 +49,10 @@ class Constants:
 
     `allocated_factor` multiplies the sum of all tensors. `context_gib` is the memory of driver and CUDA context. The
     unused part of the allocator's pool is a sum: `logits_share` * logits, `compiled_share` * tensors of a compiled
-    layer, `varying_share` * activations for varying batch shapes, and `optimizer_share` * temporary tensors of the
-    optimizer.
-    For 90 % of the fitted runs, the errors are within two limits: `allocated_range` times the allocated memory, and
-    `pool_range` times the distance from the expected pool to the smallest or largest possible pool. `runs` are the
-    fitted runs. `strategies` are the multi-GPU strategies for which measured runs agree with the estimate."""
+    layer, `varying_share` * activations if batch shapes vary, and `optimizer_share` * temporary tensors of the
+    optimizer. For 90 % of the fitted runs, the errors are within two limits: `allocated_range` times the allocated
+    memory, and `pool_range` times the distance from the expected pool to the smallest or largest possible pool. `runs`
+    are the fitted runs. `strategies` are the multi-GPU strategies for which measured runs agree with the estimate."""
 
     allocated_factor: float
     context_gib: float
