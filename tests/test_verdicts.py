@@ -78,3 +78,21 @@ def test_wrong_tensor_fails_even_if_rounding_errors_are_large(index, changes, di
         if row[1] in changes and ".layers.5.self_attn.v_proj.lora_B" in row[2]:
             row[3:] = [row[3] if direction is None else direction, row[4] + math.log(factor)]
     assert verdict.gradient(record, yardsticks(spec, runs), spec).state == "fail"
+
+
+@pytest.mark.parametrize(
+    ("index", "factor", "least", "most"), [(0, 1.1, 0.9, 1.0), (1, 1.5, 0.7, 1.0), (1, 1.25, 0.0, 0.1)]
+)
+def test_how_many_wrong_tensors_fail(index, factor, least, most):
+    """The shares in docs/explanation/verdicts.md: change the gradient of one tensor of a recipe in 16 or 8 bits."""
+    runs = records(ROOT / "results/h200/parity/large/fastest")
+    spec, record = [(spec, record) for spec, record in runs if not is_plain(spec)][index]
+    allowed, changed = yardsticks(spec, runs), ("gradient", "moment")
+    names = sorted({row[2] for row in record["tensors"] if row[1] == "gradient"})[::32]
+    failed = 0
+    for name in names:
+        rows = [
+            [*row[:4], row[4] + math.log(factor) * (row[1] in changed and row[2] == name)] for row in record["tensors"]
+        ]
+        failed += verdict.gradient(record | {"tensors": rows}, allowed, spec).state == "fail"
+    assert least <= failed / len(names) <= most
