@@ -160,7 +160,6 @@ def test_set_does_not_remove_an_earlier_set(problems, spec, first, second):
         ("train: {bath_size: 3}", ["train.bath_size: ", "did you mean batch_size?", "allowed: batch_size, "]),
         ("trian: {seed: 3}", ["trian: ", "did you mean train?", "allowed: extends, recipe, sweep, name, model"]),
         ("method: {name: qlora, rnak: 3}", ["method.rnak: ", "did you mean rank?", "double_quant"]),
-        ("method: {name: full, rank: 3}", ["method.rank: full has no such key (allowed: name)"]),
         ("method: qlorra", ["method: 'qlorra'", "did you mean qlora?", "allowed: full, lora, qlora, unsloth"]),
         ("train: {optimizer: adam_torch}", ["train.optimizer: 'adam_torch'", "did you mean adamw_torch?", "sgd"]),
         ("train: {batch_size: 0}", ["train.batch_size: 0 must be greater than or equal to 1"]),

@@ -234,7 +234,7 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
         sections = {name: _models(field.annotation) for name, field in root.model_fields.items() if name != where[0]}
         of = next((name for name, models in sections.items() if any(key in each.model_fields for each in models)), None)
         meant = f"; did you mean {of}.{key}?" if of else nearest(key, allowed)
-        return f"{' has '.join([*map(str, where[1:-1]), 'no such key'])}{meant} (allowed: {', '.join(allowed)})"
+        return f"no such key{meant} (allowed: {', '.join(allowed)})"
     if kind == "missing":
         return "is missing"
     if kind in ("model_type", "model_attributes_type"):
