@@ -139,18 +139,6 @@ def test_change_of_model_drops_revision_and_path(files):
     assert (model.id, model.revision, model.path, model.dtype) == ("c/d", None, None, "bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("model.path=ckpt", "model.id=my/model"), ("model.revision=v2", "model=Qwen/Qwen3-8B"),
-     ("dataset.path=a.jsonl", "dataset.name=file")],
-)  # fmt: skip
-def test_set_does_not_remove_an_earlier_set(problems, spec, first, second):
-    """Otherwise, another model trains, or ftbench misses a key that the user has set."""
-    (message,) = problems(MODEL, first, second)
-    assert message == f"--set {second}: removes the value of --set {first}: write --set {second} first"
-    assert spec("", second, first)
-
-
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 

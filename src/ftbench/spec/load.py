@@ -1,6 +1,5 @@
 """Load a spec file: merge `extends:`, `recipe:`, the file and `--set` in this order, and report all mistakes."""
 
-import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,16 +54,9 @@ def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
 
 
 def read_layers(path: Path, sets: Sequence[str]) -> list[SpecLayer]:
-    """Return the layers of a spec, lowest priority first: the files in `extends:`, the file or model, each `--set`.
-
-    Raise SpecError if a `--set` names a model or dataset after another `--set` of the same section (see `merge`)."""
+    """Return the layers of a spec, lowest priority first: the files in `extends:`, the file or model, each `--set`."""
     files = [SpecLayer(str(path), model_keys(path))] if names_model(path) else _chain(path, ())
-    added = [set_layer(text) for text in sets]
-    for (earlier, later), section in itertools.product(itertools.combinations(added, 2), ("model", "dataset")):
-        old, new = (each if isinstance(each := layer.data.get(section), dict) else {} for layer in (earlier, later))
-        if SHORT_FORMS[section] not in old and _surviving(section, old, new) != old:
-            raise SpecError(f"{later.origin}: removes the value of {earlier.origin}: write {later.origin} first")
-    return [*files, *added]
+    return [*files, *(set_layer(text) for text in sets)]
 
 
 def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
