@@ -28,7 +28,7 @@ StepKey = tuple[Any, ...]
 SAME_WATTS = 0.02  # relative difference of two power limits that count as the same
 AGREE = 0.05  # largest coefficient of variation of the step times, for runs with two to four steady steps
 COMPILED = 1.25  # least `mean / median` of the step times of a run that compiled in steady steps
-MOST_RUNS = 500  # reading this many runs takes at most a second
+MOST_RUNS = 1000  # reading this many runs takes about a second
 # Phases before the first steady step that every run has. Other phases are rare: a machine creates random weights only
 # once, and a run waits for its GPU only if other runs use this GPU.
 _STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_step", "warmup", "start_and_exit")
