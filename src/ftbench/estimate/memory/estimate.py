@@ -275,8 +275,8 @@ def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
     """Return {constant name: GiB} for tensors that may leave unused blocks in the allocator's pool.
 
     The logits of ftbench's chunked loss do not count, because all chunks reuse the same blocks. The cast of the head
-    does not count if the peak is in the loss, because the cast is part of this peak. The cast does not count either if
-    batch shapes vary, because activations of other sizes then use its block. The optimizer's temporary tensors first
+    does not count if it is part of the peak (in the loss), or if batch shapes vary, because activations then use its
+    block. A compiled layer counts with its temporary and its saved tensors. The optimizer's temporary tensors first
     reuse free blocks of the backward pass, so only those in new blocks count."""
     logits = 0.0 if case.plan.loss == "chunked" else ends.logits(case.model, case.plan, case.batch)
     reused = case.varies or peak(named)[0] == "loss"
@@ -296,5 +296,4 @@ def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
 
 def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: Largest | None) -> SlackBasis:
     """Return `slack_basis` of a spec on a GPU. `scripts/memory_estimates.py` uses the result to fit the constants."""
-    case, _ = _case(spec, gpu, batch)
-    return slack_basis(case, phases(case))
+    return slack_basis(case := _case(spec, gpu, batch)[0], phases(case))

@@ -38,7 +38,7 @@ MEASURED, FORMULA, SHEET = "measured", "formula", "data sheet"  # FORMULA: formu
 # SHEET_SPREAD, which comes from the rows of other cards in docs/evidence/published.md.
 MEASURED_SPREAD, SHEET_SPREAD = 1.05, 1.2
 LEAST_HOST_RUNS = 3  # launch-bound runs that show how fast the host is
-ALIKE = 0.8  # least share of these runs that must agree. The runs of one host agree, those of several hosts may not
+ALIKE = 0.8  # least share of these runs that agree, if all of them ran on one host
 ROUGH_SPREAD = 2.0  # additional factor for specs that are known only roughly, and for several machines
 JOINED_SPREAD = 1.25  # additional factor for padding-free batches of unsloth (eight scripts, see published.md)
 # Additional factor for more than two GPUs, which were not measured. On two H200, 13 predictions with ddp, fsdp and pp
@@ -209,8 +209,8 @@ def host_slowdown(history: RunHistory, gpu: Gpu) -> tuple[float, int, str]:
                 ratios += [run.step_s / modelled.seconds] if modelled.host_bound else []
         history.hosts[gpu.name] = (1.0, 0, "host")
         if len(ratios) >= LEAST_HOST_RUNS:
-            slowdown, range_ = statistics.median(ratios), float(read_facts("durations.yaml")["spread"]["known host"])
-            alike = sum(1 / range_ <= ratio / slowdown <= range_ for ratio in ratios)
+            slowdown, factor = statistics.median(ratios), float(read_facts("durations.yaml")["spread"]["known host"])
+            alike = sum(1 / factor <= ratio / slowdown <= factor for ratio in ratios)
             limit = "known host" if alike >= ALIKE * len(ratios) else "host"
             history.hosts[gpu.name] = (slowdown, len(ratios), limit)
     return history.hosts[gpu.name]
