@@ -45,7 +45,7 @@ from ftbench.store.ranks import read_ranks  # noqa: E402
 from ftbench.store.rundir import RunDir, find_runs, first_gpu, read_json  # noqa: E402
 from ftbench.store.steps import read_steps  # noqa: E402
 
-RUNS = sorted({*(ROOT / "results/h200").glob("*/")} - {ROOT / "results/h200/founding-text"})
+RUNS = sorted({*(ROOT / "results/h200").glob("*/")} - {*(ROOT / "results/h200").glob("founding-*/")})
 FACTS = ROOT / "src/ftbench/facts/estimator.yaml"
 PAGE = ROOT / "docs/evidence/memory-estimates.md"
 PROFILED = "qwen3-8b-lora-b4-2386542fdb42-r1"

@@ -57,8 +57,8 @@ computed the logits of the chunked loss twice, or ran ZeRO-3 without prefetching
 (`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the estimated time. Estimates of ZeRO have a wider
 range, because two runs of the current code were used to write their formulas.
 
-While the GPU computes, Python code on the CPU (the *host*) starts the next kernels. The slower of GPU and host
-determines the time of a step. The time of the GPU is a sum of terms. Each term is
+While the GPU computes, Python code on the CPU (the *host*) starts the next kernels. The slower of GPU and host mainly
+determines the time of a step: `(GPU time^3 + host time^3)^(1/3)`. The time of the GPU is a sum of terms. Each term is
 `coefficient * FLOPs / rate of large matrix products`, or `coefficient * bytes / memory bandwidth`. In the table,
 "value" is the coefficient after the fit, and "without runs" is the coefficient before the fit. "runs" counts the runs
 in which the term takes at least 5 % of the step. The rates of a GPU come from `ftbench probe`. Without a probe, the
@@ -301,7 +301,7 @@ def main() -> None:
         f"optimizations, the mean error is {percent(mean)} and the largest error is {percent(worst)}.\nIf the fit "
         f"excludes all runs of the same model, the mean error is {percent(errors_of(models)[0])}. Ranges that were "
         f"fitted without a model contain {percent(coverage(every))} of the runs of this model.\nThe ranges include "
-        f"{len(unknown)} launch-bound runs of the [text study](founding-text.md) on three hosts. Their steps "
+        f"{len(unknown)} launch-bound runs of the [text study](founding-text.md) on several hosts. Their steps "
         f"took {min(ratios):.2f} to {max(ratios):.2f} times the time that was estimated without a run on these hosts "
         f"(median error {missed[0]}). If runs of other steps give the speed of the host (*known host*), the median "
         f"error of {len(known)} launch-bound estimates is {missed[1]}, and that of all {len(text_rows[1])} estimates "

@@ -193,6 +193,17 @@ def commits_and_cards(places: Sequence[str]) -> str:
     return f" Commits and cards: {'; '.join(dict.fromkeys(places))}." if places else ""
 
 
+def predictions(name: str, cells: list[Cell], results: Path) -> dict[str, dict]:
+    """Return what the last estimate before each cell's run expected (results/predictions/NAME*.json), by cell name."""
+    files, found = [read_json(file) for file in (ROOT / "results/predictions").glob(f"{name}*.json")], {}
+    for file in sorted(files, key=lambda file: file.get("written", "")):
+        for cell in cells:
+            ran = [read_json(run / "state.json")["started_at"] for run in cell.runs(results)[-1:]]
+            if cell.name in file["cells"] and (not ran or ran[0] > file.get("written", "")):
+                found[cell.name] = file["cells"][cell.name]
+    return found
+
+
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(headings)} |", f"|---|{'--:|' * (len(headings) - 1)}"]
     return "\n".join(lines + [f"| {' | '.join(each)} |" for each in rows])

@@ -32,7 +32,7 @@ from ftbench.estimate.time.duration import (
 )
 from ftbench.estimate.time.history import RunHistory, logits_twice, step_key, timed_runs
 from ftbench.estimate.time.rates import shipped_coefficients, step
-from ftbench.estimate.time.work import step_work
+from ftbench.estimate.time.work import StepWork, step_work
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.lengths import lengths_of
 from ftbench.estimate.workload.model import trainable_shape
@@ -191,9 +191,9 @@ def test_fused_adamw_is_faster_than_foreach_and_8_bit_states():
 
 
 def test_delayed_scaling_reads_inputs_once():
-    """Two bytes read and one written, where the maximum of the same step takes two more."""
+    """Two bytes read and one written. With the maximum of the same step, torch's kernels move eight."""
     now, before = (_work(optimizations={"compile": True, "fp8": fp8}) for fp8 in ("tensorwise", "tensorwise-delayed"))
-    assert before["casts"] == pytest.approx(3 / 5 * now["casts"])
+    assert before["casts"] == pytest.approx(3 / 8 * now["casts"])
     assert {**before, "casts": 0} == {**now, "casts": 0}
 
 
@@ -257,6 +257,27 @@ def test_the_parts_of_a_step_add_up(store):
     for each in seen:
         found = step(each.ideal, shipped_coefficients())
         assert sum(found.parts.values()) == pytest.approx(found.seconds)
+
+
+def test_gpu_and_host_overlap_only_in_part_and_images_are_processed_first():
+    work = StepWork(((1.0, {"products": 3.0, "host": 3.0, "images": 1.0}),), 1, {"optimizer": 1.0})
+    found = step(work, dict.fromkeys(("products", "host", "images", "optimizer"), 1.0))
+    assert (found.device, found.host, found.seconds) == (4, 4, pytest.approx(3 * 2 ** (1 / 3) + 1 + 1))
+    assert found.parts["images"] == found.parts["optimizer"] == 1
+    fast = step(work, {"products": 1.0, "host": 0.1, "images": 1.0, "optimizer": 1.0})
+    assert fast.seconds == pytest.approx(3 + 1 + 1, rel=1e-3)
+
+
+def test_operations_of_compiled_layers_with_varying_shapes_and_of_torchao():
+    def host(**parts: Any) -> float:
+        return _work(**parts)["host"]
+
+    fixed = {"name": "synthetic", "samples": 64, "length": 512}
+    varying = {"name": "synthetic", "samples": 64, "mean_length": 512}
+    on, short = {"compile": True}, {"compile": True, "fp8": "tensorwise"}
+    steady = host(dataset=fixed, optimizations=on)
+    assert host(dataset=varying, optimizations=on) == pytest.approx(1.5 * steady, rel=0.1)
+    assert host(dataset=fixed, optimizations=short) > 1.1 * steady
 
 
 # --- basis and range -------------------------------------------------------------------------------------------------
@@ -356,7 +377,7 @@ def test_a_probe_replaces_the_published_ceiling(tmp_path):
     (tmp_path / "probe").mkdir()
     (tmp_path / "probe" / "h200.json").write_text(json.dumps(document))
     probed, published = estimate(store=RunHistory.read(tmp_path)), estimate()
-    assert probed.parts["products"] == pytest.approx(2 * published.parts["products"])
+    assert probed.parts["products"] == pytest.approx(2 * published.parts["products"], rel=0.02)
     assert "measured by `ftbench probe`" in probed.confidence
     slow = estimate(store=RunHistory.read(tmp_path), train={"precision": "fp32"})
     assert slow.parts["products"] > probed.parts["products"]
@@ -375,7 +396,7 @@ def test_a_slow_host_makes_launch_bound_steps_longer(tmp_path):
 
     fast, slow = on_host(6.26), on_host(12.52)
     assert fast.bound == slow.bound == "host"
-    assert slow.parts["host"] == pytest.approx(2 * fast.parts["host"])
+    assert slow.parts["host"] == pytest.approx(2 * fast.parts["host"], rel=1e-3)
     assert fast.step_s.expected == pytest.approx(estimate(**short).step_s.expected)
 
 
@@ -438,13 +459,13 @@ def test_launch_bound_runs_give_the_speed_of_the_host():
     assert both.step_s.high / both.step_s.expected == alone.step_s.high / alone.step_s.expected
     assert both.confidence.endswith("from 6 launch-bound runs, whose speeds differ")
     assert estimate(named("H100 SXM5"), three, **short(1)) == estimate(named("H100 SXM5"), **short(1))
-    assert estimate(store=three).step_s == estimate().step_s, "the GPU limits the speed"
+    assert 1 < estimate(store=three).step_s.expected / estimate().step_s.expected < 1.1, "the GPU limits the speed"
 
 
 def test_launch_bound_runs_of_other_models_give_the_speed_of_the_host():
     spec, gpu = spec_of(model={"id": "meta-llama/Llama-3.1-8B", "weights": "random"}), named("H100 SXM5")
     slowdown, runs, limit = host_slowdown(RunHistory.read(study.TEXT_STUDY[0], spec, [gpu.name]), gpu)
-    assert slowdown == pytest.approx(2.1, abs=0.1)
+    assert slowdown == pytest.approx(2.3, abs=0.1)
     assert (runs >= 15, limit) == (True, "known host")
     assert host_slowdown(RunHistory.read(study.TEXT_STUDY[0], spec, [H200.name]), H200) == (1.0, 0, "host")
 
@@ -455,7 +476,7 @@ def test_runs_that_compiled_in_steady_steps_do_not_give_the_speed_of_the_host():
     found = {run.run_id: run.launch_bound for run in timed_runs([folder])}
     assert not any(bound for name, bound in found.items() if name.startswith(tuple(paused)))
     compiled = [run for run in timed_runs([folder]) if run.spec.optimizations.compile]
-    assert host_slowdown(RunHistory(None, compiled), gpu)[0] == pytest.approx(2.5, abs=0.1)  # with all runs: 3.3
+    assert host_slowdown(RunHistory(None, compiled), gpu)[0] == pytest.approx(2.1, abs=0.1)  # with all runs: 2.6
 
 
 def test_small_models_are_host_bound_and_long_batches_are_not():

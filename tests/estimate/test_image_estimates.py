@@ -12,7 +12,7 @@ import pytest
 from ftbench.core.hardware import find_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import estimates
-from ftbench.estimate.memory.estimate import estimate_memory
+from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.recommend import request as recommend
 from ftbench.estimate.time.duration import estimate_duration
@@ -23,6 +23,7 @@ from ftbench.estimate.workload.model import shape_of
 from ftbench.families.vision import ImageSize
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.load import load
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llava-next.yaml"
 LLAVA, QWEN = "llava-hf/llava-v1.6-mistral-7b-hf", "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -62,6 +63,20 @@ def test_memory_agrees_with_a_plain_script(
     spec = spec_of(train={"batch_size": rows}, optimizations=on)
     estimate = estimate_memory(spec, gpu(), batch=Largest(batch, batch, padded, False, ""))
     assert estimate.allocated.expected == pytest.approx(peak, rel=0.02)
+
+
+def test_single_samples_of_different_lengths_leave_unused_blocks() -> None:
+    """For 16.4 GiB of tensors, a run with batch 1 reserved 17.2 GiB. A run with QLoRA and batch 8: 62.0 for 31.0 GiB."""
+
+    def memory(batch: int, config: str = "bf16") -> MemoryEstimate:
+        sets = [f"train.batch_size={batch}", "optimizations.gradient_checkpointing=on", "model.weights=random"]
+        return estimate_memory(load(Path(f"configs/llava-next-{config}.yaml"), sets), gpu("NVIDIA H100 80GB HBM3"))
+
+    one, eight = memory(1), memory(8, "qlora")
+    assert one.reserved.low < 17.16 < one.reserved.high
+    assert one.reserved.expected == pytest.approx(17.16, rel=0.015)
+    assert eight.allocated.expected == pytest.approx(31.03, rel=0.01)
+    assert eight.reserved.high == pytest.approx(62.02, rel=0.02)
 
 
 def test_the_range_contains_the_step_of_a_plain_script() -> None:

@@ -32,7 +32,7 @@ ROUGH_SPREAD = 0.2  # for specs with large errors (`is_rough`)
 UNSEEN_SPREAD = 0.055  # for settings without a committed run, or not fully understood (see `_spread`)
 MEASURED = {"gpt_oss", "llama", "llava_next", "qwen2", "qwen3", "qwen3_moe"}  # families whose memory was measured
 GRAPH_POOL = 0.025  # measured: with a CUDA graph, the pool was larger by 0 to 0.035 of the tensors
-VARYING_MOST = 0.5  # with varying batch shapes, the pool may be larger by this share of the activations
+VARYING_MOST, VARYING_IMAGES = 0.5, 1.6  # pool / activations at most, if batch shapes vary (second value: with images)
 CONTEXT_LEAST = 0.4  # GiB of a CUDA context on a small GPU, without the memory that the driver reserves for itself
 CONTEXT_MORE = 0.2  # GiB by which a context may exceed the median of the runs, because kernels are loaded on first use
 # GiB of NCCL's buffers outside the allocator, and GiB that may be added. Two H100 and two H200 had 0.8 (ddp), 0.9 to
@@ -193,7 +193,7 @@ def _case(
     case = MemoryCase(
         model, plan_of(spec, model, batch.padded, batch.whole), rank_shape(batch.expected, sharding),
         spec.train.gradient_accumulation_steps > 1, sharding, 2 * cublas_workspace(capability),
-        batch.padded and not steady,
+        (batch.padded or batch.unequal) and not steady,
     )  # fmt: skip
     return case, batch
 
@@ -214,8 +214,8 @@ def _tiers(
     held += fetched_head(case.model, case.plan) / GIB  # the head is freed, but its block is split
     held += GRAPH_POOL * at_peak * case.plan.graphed
     widest = 3 if case.plan.compiled else 2  # measured: pools with compiled layers were 0.5 to 2.4 GiB larger
-    beyond = max(widest * held, _not_reused(named, phase, basis), POOL_LEAST * at_peak, SEGMENTS)
-    share = known.pool_range
+    left, share = _not_reused(named, phase, basis, bool(case.batch.images.patches)), known.pool_range
+    beyond = max(widest * held, left, POOL_LEAST * at_peak, SEGMENTS)
     reserved = Band(
         allocated.low + held * (1 - share), at_peak + held, allocated.high + held + share * max(0.0, beyond - held)
     )
@@ -232,16 +232,17 @@ def _tiers(
     return [allocated, *(Band(low, middle, max(middle, top)) for low, middle, top in tiers)]
 
 
-def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float:
+def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis, images: bool) -> float:
     """Return an upper bound in GiB of the allocator's free blocks that tensors of the peak `phase` cannot reuse.
 
-    The bound is the largest of four sizes: half of the activations (if batch shapes vary), the logits (if the peak is
+    The bound is the largest of four sizes: some of the activations (if batch shapes vary), the logits (if the peak is
     not in the loss), the optimizer's temporary tensors (if the backward pass frees too few blocks), and gathered
     weights. Gathered weights use a separate CUDA stream, so other tensors cannot use their blocks."""
     loss_only = named["loss"]["logits"] / GIB if phase != "loss" else 0.0
     temporary = named["optimizer step"]["one step"] / GIB if basis["optimizer_share"] else 0.0
     gathered = max(parts.get(GATHERED, 0.0) for parts in named.values()) / GIB
-    return max(VARYING_MOST * basis["varying_share"], loss_only, temporary, gathered)
+    most = VARYING_IMAGES if images else VARYING_MOST
+    return max(most * basis["varying_share"], loss_only, temporary, gathered)
 
 
 def verdict_of(allocated: Band, device: Band, has: Capacity) -> Verdict:

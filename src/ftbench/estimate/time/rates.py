@@ -34,10 +34,9 @@ _POWER_EXPONENT = 0.5
 # `fastest-fp8` are only 1.03 and 1.06 times as fast on it (results/h100/records and results/h200/records; both run at
 # the power limit).
 _WATTS_PER_GBS = 700 / 3350
-# Pixel values that an image processor computes per second. On the host of an H200, a plain script with Pillow took 0.25
-# s for 20 tiles of 336 x 336. (Batch 4 of 500 x 500 pixels: a step took 1.65 s without and 1.40 s with loader
-# processes.)
-PIXEL_VALUES_S = 2.7e7
+# Pixel values that ftbench processes per second. The next step starts after its images are processed: in
+# results/h100/founding-images, four images of 500 x 500 pixels (20 tiles of 336 x 336) took about 0.06 s.
+PIXEL_VALUES_S = 1.0e8
 # Share of the GPU's work in a step that belongs to the forward pass. Checkpointed layers compute their forward pass
 # twice, and the gradients of their inputs need about as much work as one forward pass.
 _FORWARD = 0.3
@@ -45,6 +44,10 @@ _FORWARD = 0.3
 # copied in both passes, and optimizer states in the backward pass, after the weights. The step waits for the rest.
 WEIGHTS, STATES = "offload.weights", "offload.states"
 OVERLAPS = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
+# A micro-batch takes `(device**n + host**n) ** (1/n)` seconds. With an infinite n, the slower side alone determines the
+# time. In reality, the GPU waits during some parts of the step, and the host during others. Of 2, 3, 4 and infinity, 3
+# has the smallest errors in the text study.
+_OVERLAP = 3.0
 # Python operations and kernel launches per second; a fitted coefficient corrects this value. The second value is the
 # time per torch operation in µs that `ftbench probe` measured on the host of an H200 (results/h200/recipes/probe). On a
 # host with another time, the rate changes in proportion.
@@ -74,8 +77,8 @@ class Step:
     """The time of one optimizer step in seconds.
 
     The GPU computes for `device` seconds, and Python works for `host` seconds. For each micro-batch, the slower side
-    determines the time. `parts` are the seconds of each kind of work on the slower side, and `seconds` is the sum of
-    `parts`. `host_bound` means that Python is slower. `by_images` means that Python spends most time on images."""
+    mainly determines the time. `parts` are the shares of each kind of work in `seconds`, which is their sum.
+    `host_bound` means that Python is slower. `by_images` means that Python spends most time on images."""
 
     seconds: float
     device: float
@@ -174,22 +177,24 @@ def _rates(limits: Ceilings) -> dict[str, float]:
 
 
 def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
-    """Return the time of a step: the slower side (GPU or Python) of each micro-batch, plus the optimizer update."""
+    """Return the time of a step: images are processed, then GPU and Python work side by side for each micro-batch, and
+    then the optimizer updates the weights."""
     parts: dict[str, float] = defaultdict(float)
     device = host = images = seconds = 0.0
     for weight, terms in ideal_step.groups:
         spent = {name: coefficients[name] * value * weight * ideal_step.passes for name, value in terms.items()}
-        read = spent.pop("images", 0.0)
-        started = spent.pop("host") + read
+        read, started = spent.pop("images", 0.0), spent.pop("host")
         computed = sum(value for name, value in spent.items() if name not in OVERLAPS)
         copied = spent.get(WEIGHTS, 0.0)
         for name in OVERLAPS.keys() & spent.keys():
             busy = copied if name == STATES else 0.0
             spent[name] = sum(max(0.0, spent[name] - max(0.0, share * computed - busy)) for share in OVERLAPS[name])
         on_device = sum(spent.values())
-        for name, value in (spent if on_device >= started else {"host": started - read, "images": read}).items():
-            parts[name] += value
-        device, host, seconds = device + on_device, host + started, seconds + max(on_device, started)
+        both = (on_device**_OVERLAP + started**_OVERLAP) ** (1 / _OVERLAP)
+        for name, value in (spent | {"host": started}).items():
+            parts[name] += value * ((started if name == "host" else on_device) / both) ** (_OVERLAP - 1)
+        parts["images"] += read
+        device, host, seconds = device + on_device, host + started + read, seconds + both + read
         images += read
     for name, value in ideal_step.update.items():
         parts[name] += (spent_once := coefficients[name] * value)

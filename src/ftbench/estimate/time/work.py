@@ -37,8 +37,9 @@ _LOGIT, _OUR_LOGIT, _OUR_LOGIT_COMPILED = 20, 36, 12
 # written, copied and cast. Logits of the reference are only written, cast and read.
 _PAIR_LOGIT, _REFERENCE_LOGIT = 44, 12
 # Bytes per element of a cast to 8 bits. The element is read for the maximum, read again, and written. Eager mode first
-# casts it to float32. With the maximum of the previous step, it is read only once.
-_CAST, _CAST_EAGER, _CAST_DELAYED = 5, 33, 3
+# casts it to float32. With the maximum of the previous step, it is read only once. The values of torchao's casts,
+# compiled and eager, were fitted to results/h100/founding-images.
+_CAST, _CAST_COMPILED, _CAST_EAGER, _CAST_DELAYED = 5, 8, 42, 3
 _CAST_AGAIN = 3  # bytes per element if the maximum is known: each operand of trained layers has a second layout
 EAGER_EXPERTS = "elementwise.experts"
 SCORE = 40  # bytes per score of eager attention, forward and backward
@@ -47,6 +48,10 @@ MXFP4_OUT = 17 / 32 + 2  # bytes per MXFP4 weight: read with its scale, written 
 # Operations that Python starts per layer in the forward and backward pass. Each takes some microseconds. The number for
 # a 4-bit matrix comes from QLoRA and LoRA at batch 1 in results/h200/qwen3-8b-frontier (0.31 and 0.25 s).
 _LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 20, 40, 120
+# Operations per 8-bit matrix with torchao, and per batch with images (masks, checks, merging). The last value is a
+# factor for compiled layers if shapes vary, because they check the shapes of each batch. All three were fitted to
+# results/h100/founding-images.
+_FP8_OPS, _IMAGE_OPS, _VARYING = 15, 1500, 1.5
 _ENCODER_OPS, _WINDOW_OPS = 40, 8  # in the forward pass: per encoder layer, and per attention window
 _HOST_SHARE = {"eager": 1.0, "liger": 0.85, "compiled": 0.5, "unsloth": 0.45}  # share of the operations that remain
 # Each value was fitted to one run (results/h200/headline). The first is the number of operations per layer of unsloth's
@@ -126,6 +131,9 @@ def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, bat
     if batch.patches and shape.model.vision:
         _add_images(work, spec, plan, shape.model.vision, batch)
     started = operations(plan, shape, batch, again) * sharding_of(spec.launch).micro
+    on = spec.optimizations
+    started *= _VARYING if plan.compiled and not (on.fixed_shape or on.packing or spec.dataset.length) else 1.0
+    started += _IMAGE_OPS if batch.patches else 0
     work["host"] = work.get("host", 0.0) + (_REPLAYED * started + _OUTSIDE if plan.graphed else started)
     return work
 
@@ -187,7 +195,8 @@ def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: B
         moved["dequantise"] += (2 + again) * shape.model.linear_parameters * DEQUANTISED
     if plan.fp8:
         each = n * (shape.linears.inputs * (1 + again) + shape.linears.outputs)
-        cast = _CAST_DELAYED if spec.optimizations.fp8 == DELAYED else _CAST if compiled else _CAST_EAGER
+        cast = _CAST if plan.triton else _CAST_COMPILED if compiled else _CAST_EAGER
+        cast = _CAST_DELAYED if spec.optimizations.fp8 == DELAYED else cast
         if plan.full:  # weights are cast in each pass, too
             each, cast = each + shape.matmul.base - shape.expert_matmul, cast + _CAST_AGAIN
         moved["casts"] += each * cast
@@ -247,6 +256,7 @@ def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: f
     each = _LAYER_OPS + (_MASK_OPS if batch.masked else 0)
     total = len(shape.model.layers) * each + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[plan.fused]
     total += _QUANTISED_OPS * shape.linears.count if plan.quantised and not plan.mxfp4 else 0
+    total += _FP8_OPS * shape.linears.count if plan.fp8 and not plan.triton else 0
     total += _EXPERT_OPS * shape.moe_layers
     loops = _LOOP_OPS * shape.model.summed(lambda layer: layer.experts.count if layer.experts else 0)
     share = _EIGHT_BIT_SHARE if plan.triton and plan.fp8 else _HOST_SHARE[plan.kernels]

@@ -47,7 +47,8 @@ class Largest:
     """The largest batch of a run: the `expected` shape, the `most` possible shape, and the `least` likely shape.
 
     `padded` means that a batch has padding, or rows with several samples. `whole` means that each row has one sample,
-    and all rows have the same length. `basis` describes the source of the lengths."""
+    and all rows have the same length. `unequal` means that other batches may have other lengths. `basis` describes the
+    source of the lengths."""
 
     expected: BatchShape
     most: BatchShape
@@ -55,6 +56,7 @@ class Largest:
     whole: bool
     basis: str
     least: BatchShape | None = None
+    unequal: bool = False
 
 
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
@@ -97,8 +99,9 @@ def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
         images = sum([heaviest.images] * layout.size, NOTHING)
         width = (1, layout.size * longest) if layout.flat else (layout.size, longest)
         most = BatchShape(*width, layout.size * heaviest.labels, images)
-    padded = (len(set(lengths)) > 1 or layout.flat) and (expected.rows > 1 or layout.flat or layout.fixed)
-    return Largest(expected, most, padded, _whole(layout, np.asarray(lengths)), known.basis)
+    unequal = len(set(lengths)) > 1
+    padded = (unequal or layout.flat) and (expected.rows > 1 or layout.flat or layout.fixed)
+    return Largest(expected, most, padded, _whole(layout, np.asarray(lengths)), known.basis, None, unequal)
 
 
 def _whole(layout: Layout, lengths: Lengths) -> bool:
@@ -127,7 +130,8 @@ def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) 
     single = expected.rows == 1 and not layout.flat and not layout.fixed
     if lengths is not None:
         padded = not (lengths.min() == lengths.max() and not layout.flat) and not single
-        return Largest(expected, expected, padded, _whole(layout, lengths), basis)
+        unequal = bool(lengths.min() < lengths.max())
+        return Largest(expected, expected, padded, _whole(layout, lengths), basis, None, unequal)
     rows, longest = layout.size, dataset.max_length
     if file is not None and not layout.packing:
         longest = min(longest, file.most)
@@ -135,7 +139,7 @@ def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) 
     padded_rows = BatchShape(rows, layout.width(longest), labels)
     heaviest = BatchShape(1, rows * longest, labels) if layout.flat else padded_rows
     least = None if layout.packing else _unknown(dataset, layout, file, _UNLIKELY)
-    return Largest(expected, heaviest, not single, False, basis, least)
+    return Largest(expected, heaviest, not single, False, basis, least, True)
 
 
 def _heaviest(layout: Layout, lengths: Lengths) -> Lengths:
