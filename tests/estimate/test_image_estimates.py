@@ -66,7 +66,7 @@ def test_memory_agrees_with_a_plain_script(
 
 
 def test_single_samples_of_different_lengths_leave_unused_blocks() -> None:
-    """For 16.4 GiB of tensors, a run with batch 1 reserved 17.2 GiB. A run with QLoRA and batch 8: 62.0 for 31.0 GiB."""
+    """For 16.4 GiB of tensors, a run with batch 1 reserved 17.2. A run with QLoRA and batch 8: 62.0 for 31.0 GiB."""
 
     def memory(batch: int, config: str = "bf16") -> MemoryEstimate:
         sets = [f"train.batch_size={batch}", "optimizations.gradient_checkpointing=on", "model.weights=random"]
