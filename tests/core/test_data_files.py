@@ -60,6 +60,13 @@ def test_a_folder_without_data_is_an_error(tmp_path):
         read_file(tmp_path)
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_columns_of_a_csv_file_are_separated_as_in_its_header(tmp_path, separator):
+    path = tmp_path / "rows.csv"
+    path.write_text(f'\ufeffquestion{separator}answer\n"a, b; c"{separator}d\n', encoding="utf-8")
+    assert read_file(path)[0] == {"question": "a, b; c", "answer": "d"}
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv"])
 def test_text_in_another_encoding_is_an_error(tmp_path, ending):
     path = tmp_path / f"rows.{ending}"

@@ -236,6 +236,12 @@ def test_without_an_option_the_closest_is_named():
     assert found.ruled_out["later than the deadline"] == len(ask().options)
 
 
+def test_gpus_without_an_option_are_named(ftbench, spec_file):
+    large = ("--set", "model.id=Qwen/Qwen3-32B", "--samples", 9)
+    out = ftbench("recommend", spec_file, *large, "--gpu", "T4,H200 SXM")[1]
+    assert "nothing fits within the limits on T4: --all counts the reasons" in " ".join(out.split())
+
+
 def test_options_that_may_miss_the_deadline_are_marked_and_come_last():
     """A way with only its slow end beyond the deadline is kept and ranked last."""
     fastest = ask().options[0].seconds

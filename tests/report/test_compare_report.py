@@ -134,6 +134,7 @@ def test_models_and_data_are_not_paired(tmp_path):
     make_run(tmp_path, "a")
     make_run(tmp_path, "b", machine={"gpu.name": MAX_Q}, spec={"model.id": "Qwen/Qwen3-32B"})
     assert only(compared(tmp_path, "gpu", "H200")).baseline is None
+    assert only(compared(tmp_path, "gpu", "h200 sxm")).baseline is None  # the name in the tables
 
 
 def test_speeds_at_different_image_sizes_are_in_samples(tmp_path):

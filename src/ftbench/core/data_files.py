@@ -98,9 +98,7 @@ def files_of(folder: Path) -> list[Path]:
         if files:
             names = ", ".join(each.name for each in files[:4])
             raise DataError(f"{folder}: contains several data files ({names}); give the path of one")
-    raise DataError(
-        f"{folder}: contains no .json, .jsonl, .csv or .parquet file (one that lists the images, for images)"
-    )
+    raise DataError(f"{folder}: contains no .json, .jsonl, .csv or .parquet file (for images: one that lists them)")
 
 
 @contextmanager
@@ -151,14 +149,16 @@ def _object(path: Path, where: str, row: Any) -> dict[str, Any]:
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     csv.field_size_limit(2**31 - 1)  # the default is 128 KiB
     with _open_text(path) as file:
-        reader = csv.DictReader(file)
+        delimiter = max(",;\t", key=file.readline().count)  # spreadsheets of some countries write semicolons
+        file.seek(0)
+        reader = csv.DictReader(file, delimiter=delimiter)
         try:
             if not reader.fieldnames:
                 raise DataError(f"{path}: is empty; the first line must name the columns")
             for row in reader:
                 if None in row or None in row.values():
-                    count = len(reader.fieldnames)
-                    raise DataError(f"{path}, line {reader.line_num}: must have {count} fields, as the header names")
+                    wanted = f"must have {len(reader.fieldnames)} fields, as the header names"
+                    raise DataError(f"{path}, line {reader.line_num}: {wanted}")
                 yield reader.line_num, row
         except csv.Error as error:
             raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from None

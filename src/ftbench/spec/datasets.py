@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -193,10 +194,8 @@ def row_format(dataset: Dataset, row: Mapping[str, Any], where: str, pairs: bool
     """
     for role, column in dataset.columns.items():
         if column not in row:
-            raise DataError(
-                f"{where}: dataset.columns: there is no column `{column}` for {role}: "
-                f"{', '.join(map(str, row))}{nearest(column, map(str, row))}"
-            )
+            named = f"{', '.join(map(str, row))}{nearest(column, map(str, row))}"
+            raise DataError(f"{where}: dataset.columns: there is no column `{column}` for {role}: {named}")
     if dataset.name == "wikipedia-ja":
         return "wikipedia-title"
     from ftbench.core.data_formats import detect
@@ -214,7 +213,11 @@ def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, wher
     from ftbench.core.data_formats import BadRow, example
 
     try:
-        return example(named_row(row, dataset), format_name, dataset.prompt)
+        made = example(named_row(row, dataset), format_name, dataset.prompt)
+        json.dumps((made.messages, made.rejected, made.text), ensure_ascii=False, default=str).encode()
+        return made
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: {error.object[error.start]!r} is half of a surrogate pair: remove it") from None
     except BadRow as error:
         raise DataError(f"{where}: {error} (format {format_name})") from None
 

@@ -22,9 +22,7 @@ from ftbench.spec.optimizations import Optimizations
 def experiment_name(value: str) -> str:
     """Check the name of an experiment, and return it. Raise ValueError for a name that a folder cannot have."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", value):
-        raise ValueError(
-            "may have up to 80 letters, digits, dots, dashes and underscores, and must begin with a letter or digit"
-        )
+        raise ValueError("may have up to 80 letters (a to z), digits and . _ -, and must begin with a letter or digit")
     return value
 
 

@@ -204,12 +204,12 @@ def as_text(value: Any) -> str:
 
 _TYPES = {"int": "be a whole number, without a unit", "float": "be a number, without a unit", "string": "be a text",
           "tuple": "be a list"}  # fmt: skip
+_ONE_VALUE = ("int_type", "float_type", "string_type", "literal_error", "model_type", "model_attributes_type")
 _WORDS = {"True": "on", "False": "off"}
 
 
 def in_file(error: ValidationError, path: Path, root: type[BaseModel], *above: str) -> Iterator[str]:
-    """Yield `file:line: key: problem` for each of pydantic's errors. If only a section of the file was validated,
-    `above` is the path of this section in the file, as keys."""
+    """Yield `file:line: key: problem` for each of pydantic's errors. `above` is the path of the validated section."""
     for problem in error.errors(include_url=False):
         key = [*above, *map(str, problem["loc"])]
         yield f"{location(path, key)}: {'.'.join(key)}: {sentence([problem], root)}"
@@ -225,6 +225,8 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
     """
     problem = problems[0]
     kind, value, where = problem["type"], problem["input"], problem["loc"]
+    if isinstance(value, list) and value and not isinstance(value[0], dict) and kind in _ONE_VALUE and not problems[1:]:
+        return f"{shown(value)} is a list: a run has one value; to train several, use `sweep: {{axes: {{KEY: [...]}}}}`"
     if len(problems) > 1:
         parts = [part.removeprefix("must ").removeprefix("be ") for each in problems for part in _expected(each)]
         *others, last = dict.fromkeys(parts)
@@ -251,8 +253,7 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
 
 
 def _expected(problem: Any) -> list[str]:
-    """Return the allowed words from a pydantic error. If there are none, return one phrase that can follow "must",
-    such as "be a list"."""
+    """Return the allowed words from a pydantic error, or one phrase that can follow "must", such as "be a list"."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in ("literal_error", "union_tag_invalid"):
         expected = str(context.get("expected", context.get("expected_tags"))).replace(" or ", ", ")

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 from ftbench.core import units
@@ -78,8 +78,7 @@ def _row(option: Option, goal: Goal) -> list[str]:
 
 
 def _range(option: Option) -> str:
-    low, expected, high = (units.seconds(each) for each in (
-        option.seconds.low, option.seconds.expected, option.seconds.high))  # fmt: skip
+    low, expected, high = map(units.seconds, astuple(option.seconds))
     return f"{expected} ({low} to {high})"
 
 
@@ -102,9 +101,10 @@ def _notes(answer: Recommendation) -> list[str]:
     best, goal, per_gpu = answer.options[0], answer.goal, answer.best_per_gpu()
     lines = [f"basis of the time: {best.duration.confidence}", *_other_lengths(answer)]
     lines += [LAUNCH_BOUND] if any(option.duration.bound == "host" for option in per_gpu) else []
-    own = goal.spec.dataset.samples
+    if without := [gpu.name for gpu in goal.gpus if gpu not in {option.gpu for option in per_gpu}]:
+        lines.append(f"nothing fits within the limits on {units.listed(without, 5)}: --all counts the reasons")
     if goal.deadline_s:
-        most = best.duration.samples_in(goal.deadline_s)
+        most, own = best.duration.samples_in(goal.deadline_s), goal.spec.dataset.samples
         passes = f", {units.some(round(most.expected / own), 'pass')} over the data set" if own else ""
         lines.append(
             f"in {units.seconds(goal.deadline_s)} the best variant trains {units.count(most.expected)} samples "
@@ -112,8 +112,7 @@ def _notes(answer: Recommendation) -> list[str]:
         )
     if best.duration.upper_bound:
         lines.append("times are upper bounds: run a few steps on this data, and repeat this command")
-    if any(option.spec.optimizations.fp8 != "off" for option in per_gpu):
-        lines.append(FP8)
+    lines += [FP8] if any(option.spec.optimizations.fp8 != "off" for option in per_gpu) else []
     if len({option.spec.method.quantised for option in per_gpu} | {goal.spec.method.quantised}) > 1:
         lines.append("4-bit base weights differ from 16-bit ones: compare the loss before a long run")
     if goal.effective_batch is None:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ftbench.core.hardware import find_gpu
 from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
 from ftbench.report.data.axes import (
@@ -70,8 +71,8 @@ def along(axis: str, runs: Sequence[Run]) -> tuple[str, list[Cell]]:
 def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
     """Return the baseline value of the compared key.
 
-    `named` is the value or a unique part of the value. By default, use a plain value such as `none`. If no value is
-    plain, use the value with the most successful runs.
+    `named` is the value, or a unique part of the value or of the GPU name in the tables. By default, use a plain value
+    such as `none`. If no value is plain, use the value with the most successful runs.
 
     Raises:
         SpecError: the name matches no value or several.
@@ -82,11 +83,10 @@ def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
             return plain[0]
         counts = Counter(value_at(axis, cell.facts) for cell in cells if cell.ok)
         return max(values, key=counts.__getitem__)
-    if named in values:
-        return named
-    fitting = [value for value in values if named.casefold() in value.casefold()]
-    if len(fitting) == 1:
-        return fitting[0]
+    cards = {value: gpu.name for value in values if axis == "gpu" and (gpu := find_gpu(value))}
+    fitting = [value for value in values if named.casefold() in f"{value}, {cards.get(value, '')}".casefold()]
+    if named in values or len(fitting) == 1:
+        return named if named in values else fitting[0]
     if fitting:
         raise SpecError(f"--baseline {named}: matches {', '.join(fitting)}: write the full value")
     raise SpecError(f"--baseline {named}: not one of {', '.join(values)}{nearest(named, values)}")
