@@ -249,6 +249,15 @@ def test_energy_is_the_counter_over_the_window(run):
     assert found["idle_watts"] == 75.0
 
 
+def test_energy_of_samples_is_from_the_steps_with_energy(run):
+    """The last step ends after the last reading of the counter."""
+    rows = training(energy_j=[600.0] * 19 + [None], power_w=[500.0] * 19 + [None])
+    found = summarise(run(rows)).energy
+    assert found["joules"] == 600.0 * 17
+    assert found["joules_per_1k_samples"] == pytest.approx(600.0 / 2 * 1000)
+    assert found["mean_watts"] == pytest.approx(500.0)
+
+
 def test_energy_counter_against_sampled_power(run):
     times = [2.0] * 22
     rows = training(times, energy_j=[1500.0] * 22, power_w=[600.0] * 22)
@@ -337,7 +346,8 @@ def test_first_step_has_the_state_of_the_compile_cache(run, cache, told):
 
 
 def test_memory_peaks_are_from_the_complete_run(run):
-    found = summarise(run([*training(), evaluation(30.0, device_memory_gb=99.0)])).memory_gb
+    found = summarise(run([*training(), evaluation(30.0, device_memory_gb=99.0, peak_memory_gb=90.0)])).memory_gb
+    assert (found["allocated_peak"], found["peak_phase"]) == (90.0, "evaluate")
     assert found["device_peak"] == 99.0
     assert found["reserved_peak"] == 25.0
     assert found["host_peak"] == 3.0
@@ -425,6 +435,10 @@ def test_outlier_is_named_with_its_signs(run):
     assert told == "1 step was far slower than the others: step 15 (2.5 times the median, 3 graphs compiled)"
     (found,) = summarise(made).outliers
     assert (found["step"], found["step_time_s"]) == (15, 2.5)
+    times[11], times[12] = 1.15, 4.0  # 15 % slower is not far slower
+    assert [each["step"] for each in summarise(run(training(times))).outliers] == [13, 15]
+    noise = np.random.default_rng(1).lognormal(0, 0.2, 40).tolist()
+    assert summarise(run(training([2.0, *noise]))).outliers == []
 
 
 def test_bottleneck_has_its_figures(run):
@@ -436,9 +450,11 @@ def test_bottleneck_has_its_figures(run):
 
 
 def test_measured_ceiling_gives_mfu_measured(run):
-    made = run(machine={"gpu": GPU, "ceilings": {"tflops": {APPLIED["product_precision"]: 20.0}}})
+    made = run(machine={"gpu": GPU, "ceilings": {"tflops": {APPLIED["product_precision"]: 40.0}}})
     summary = summarise(made)
-    assert summary.mfu_measured == pytest.approx(summary.model_tflops / 20.0)
+    assert summary.mfu_measured == pytest.approx(summary.model_tflops / 40.0)
+    assert summary.bound["products"] == pytest.approx(summary.hfu * 989 / 40.0)
+    assert summarise(run()).bound["products"] == pytest.approx(summary.hfu)
     assert summarise(run()).mfu_measured is None
 
 

@@ -31,6 +31,7 @@ def window(times=(0.5,) * 10, **columns):
         ({"gpu_busy": 0.99, "tensor_busy": 0.0, "memory_busy": 0.3}, 0.6, "compute-bound"),  # in fp32
         ({"gpu_busy": 0.40, "data_time_s": 0.01}, 0.05, "launch-bound"),
         ({"gpu_busy": 0.40, "data_time_s": 0.20}, 0.05, "data-bound"),
+        ({"gpu_busy": 0.99, "data_time_s": 0.20}, 0.55, "compute-bound"),  # the host waits, the GPU does not
         ({"gpu_busy": 0.97, "throttle": "sw_thermal|sw_power_cap"}, 0.5, "thermally limited"),
     ],
 )

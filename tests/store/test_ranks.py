@@ -15,7 +15,7 @@ def row(step=1, rank=0, **values):
     return StepRow(**{
         "step": step, "phase": "train", "rank": rank, "data_rank": rank, "step_time_s": 1.0 + rank / 10,
         "elapsed_time_sec": step * (1.0 + rank / 10), "real_tokens": 100 + rank, "padded_tokens": 128,
-        "label_tokens": 50, "samples": 2, "longest_sequence": 60 + rank, "loss": 2.0 + rank, "grad_norm": 1.5,
+        "label_tokens": 50 + rank, "samples": 2, "longest_sequence": 60 + rank, "loss": 2.0 + rank, "grad_norm": 1.5,
         "learning_rate": 1e-3, "peak_memory_gb": 20.0 + rank, "device_memory_gb": 22.0 + rank, "host_memory_gb": 3.0,
         "energy_j": 500.0, "power_w": 400.0, "sm_clock_mhz": 1500.0 - rank, "temperature_c": 60.0 + rank,
         "throttle": "none", **values,
@@ -23,8 +23,9 @@ def row(step=1, rank=0, **values):
 
 
 def test_tokens_and_energy_add_up_and_time_and_memory_are_the_worst_rank_s():
-    found = merged([row(rank=0), row(rank=1), row(rank=2), row(rank=3)])
-    assert (found.real_tokens, found.padded_tokens, found.label_tokens, found.samples) == (406, 512, 200, 8)
+    found = merged([row(rank=rank, gpu_busy=busy) for rank, busy in enumerate((0.9, 0.9, 0.9, 0.5))])
+    assert (found.real_tokens, found.padded_tokens, found.label_tokens, found.samples) == (406, 512, 206, 8)
+    assert found.gpu_busy == pytest.approx(0.8)
     assert (found.energy_j, found.power_w, found.host_memory_gb) == (2000.0, 1600.0, 12.0)
     assert (found.step_time_s, found.peak_memory_gb, found.device_memory_gb) == (1.3, 23.0, 25.0)
     assert (found.longest_sequence, found.sm_clock_mhz, found.temperature_c) == (63, 1497.0, 63.0)
@@ -40,7 +41,9 @@ def test_ranks_that_share_a_batch_count_it_once():
 
 
 def test_an_evaluation_s_loss_is_the_mean_over_all_label_tokens():
-    rows = [row(phase="evaluate", loss=1.0, label_tokens=30), row(rank=1, phase="evaluate", loss=2.0, label_tokens=10)]
+    """The last rank only pads the last batch."""
+    rows = [row(rank=rank, phase="evaluate", loss=loss, label_tokens=count)
+            for rank, (loss, count) in enumerate([(1.0, 30), (2.0, 10), (9.0, 0)])]  # fmt: skip
     assert merged(rows).loss == pytest.approx((30 * 1.0 + 10 * 2.0) / 40)
 
 
@@ -70,7 +73,7 @@ def test_a_step_that_not_all_ranks_have_finished_is_no_step():
 def test_the_spread_is_between_the_ranks_steady_steps_and_peaks():
     evaluation = {"phase": "evaluate", "step_time_s": 5.0}
     ranks = [[row(1, rank, step_time_s=9.0), row(2, rank), row(2, rank, **evaluation), row(3, rank),
-              row(3, rank, **evaluation)] for rank in range(2)]  # fmt: skip
+              row(3, rank, **evaluation), row(4, rank, step_time_s=7.0)] for rank in range(2)]  # fmt: skip
     found = spread(ranks, warmup=1)
     assert found["count"] == 2
     assert found["spread"]["step_time_s"] == {"lowest": 1.0, "highest": 1.1}
@@ -114,11 +117,11 @@ def test_a_run_of_one_process_has_nothing_to_merge(tmp_path):
 
 
 def test_the_mean_rank_waits_for_the_one_with_the_most_positions():
-    """Steps of 100 and 300, of 200 and 200, of 400 and 100 positions: 900 are waited for, and 650 computed by each."""
-    counts = [(100, 300), (200, 200), (400, 100)]
-    ranks = [[row(step, rank, padded_tokens=both[rank]) for step, both in enumerate(counts, 1)] for rank in (0, 1)]
-    assert spread(ranks, 0)["token_skew"] == pytest.approx(1 - 650 / 900)
-    assert spread(ranks, 1)["token_skew"] == pytest.approx(1 - 450 / 600)
+    """Three steps of three ranks: 900 positions are waited for, and each rank computes 600 on average."""
+    counts = [(100, 300, 80), (200, 200, 200), (400, 100, 220)]
+    ranks = [[row(step, rank, padded_tokens=each[rank]) for step, each in enumerate(counts, 1)] for rank in range(3)]
+    assert spread(ranks, 0)["token_skew"] == pytest.approx(1 - 600 / 900)
+    assert spread(ranks, 1)["token_skew"] == pytest.approx(1 - 440 / 600)
     ranks[1][2].padded_tokens = None
     assert spread(ranks, 0)["token_skew"] is None
 

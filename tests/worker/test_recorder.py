@@ -62,6 +62,8 @@ def test_plain_loop_is_recorded(recorder, tmp_path):
     assert (first.real_tokens, first.padded_tokens, first.label_tokens, first.samples) == (20, 24, 18, 6)
     assert (first.longest_sequence, first.learning_rate, first.phase, first.rank) == (4, 0.5, "train", 0)
     assert all(row.data_time_s + row.forward_backward_s + row.optimizer_s <= row.step_time_s for row in found)
+    assert min(row.optimizer_s for row in found) > 0
+    assert sum(row.step_time_s for row in found) < 1.5 * found[-1].elapsed_time_sec
 
 
 def test_signal_during_the_last_wait_loses_no_step(recorder, tmp_path, monkeypatch):
