@@ -185,6 +185,13 @@ def test_a_spec_that_does_not_fit_comes_with_a_command_that_does(ftbench, spec_f
     assert samples[0] == pytest.approx(samples[1], rel=0.1)  # packed rows hold about as many
 
 
+def test_the_settings_that_fit_keep_a_chosen_method(ftbench):
+    sets = ("--set", "method=qlora", "--length", 600)
+    out = ftbench("estimate", "Qwen/Qwen3-32B", *sets, "--gpu", "H100 SXM5")[1]
+    assert "The fastest settings that fit take" in out
+    assert typed_spec(printed_command(out)).method.name == "qlora"
+
+
 @pytest.mark.parametrize("options", [
     ("--gpu", "RTX 5090", "--gpus", 4, "--strategy", "zero2", "--set", "method=full"),
     ("--gpu", "L40S", "--gpus", 2, "--strategy", "ddp", "--set", "method=full"),

@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -181,13 +182,15 @@ def samples_per_step(spec: Experiment, history: RunHistory) -> float:
 
 
 def alternative(spec: Experiment, gpu: Gpu, history: RunHistory) -> Option | None:
-    """Return the fastest variant that fits a GPU with the samples per step of `spec`. Return None if nothing fits."""
+    """Return the fastest variant that fits a GPU with the samples per step of `spec`. Return None if nothing fits.
+
+    If `spec` has another method than the default (lora), other methods are tried only if this method does not fit."""
     samples = max(1, round(samples_per_step(spec, history)))
     goal = Goal(spec, (gpu,), 1000 * samples, counts=(spec.launch.gpus,), effective_batch=samples, history=history)
-    try:
-        return next(iter(recommend(goal).options), None)
-    except SpecError:  # the GPU's speed is not known
-        return None
+    with suppress(SpecError):  # the GPU's speed is not known
+        own = recommend(replace(goal, methods=(spec.method.name,))).options if spec.method.name != "lora" else ()
+        return next(iter(own or recommend(goal).options), None)
+    return None
 
 
 def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
