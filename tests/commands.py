@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ftbench.spec.model_argument import spec_sets
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
-from waiting import eventually, processes_about, without_supervisors
+from waiting import Child, processes_about, without_supervisors
 from warm import Warm
 
 TINY = {"id": "tiny/qwen3", "weights": "random"}
@@ -100,8 +99,8 @@ class Left:
         return json.loads(self.stdout)
 
 
-class Command(Left):
-    """One `ftbench run --json` in a separate process; the context manager ends all its processes.
+class Command(Left, Child):
+    """One `ftbench run --json` in a separate process.
 
     `cold` starts it and its training process with a new interpreter. Otherwise `before` may change their imports."""
 
@@ -127,45 +126,18 @@ class Command(Left):
             else Warm(words, env, cwd, before)
         )  # fmt: skip
 
-    def __enter__(self) -> Command:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in (self.process, *self.children()):
-            with suppress(psutil.NoSuchProcess):  # it has ended
-                process.kill()
-        self.process.communicate()
-
-    def finish(self, within: float = 300.0) -> Command:
-        """Wait for the end and keep the output."""
-        self.stdout, self.stderr = self.process.communicate(timeout=within)
-        self.code = self.process.returncode
-        return self
-
-    def send(self, number: int) -> None:
-        self.process.send_signal(number)
-
     def wait_for_run(self) -> RunDir:
-        self.wait_until(lambda: any(self.out.glob("*/*/state.json")))
+        self.until(lambda: any(self.out.glob("*/*/state.json")))
         return self.run
 
     def wait_for_phase(self, *names: str) -> None:
         """Until the training process is in one of the phases `names`."""
         self.wait_for_run()
-        self.wait_until(lambda: self.phase() in names)
+        self.until(lambda: self.phase() in names)
 
     def wait_for_steps(self, count: int) -> None:
         self.wait_for_phase("train")
-        self.wait_until(lambda: len(self.steps()) >= count)
-
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        def going() -> bool:
-            if holds():
-                return True
-            assert self.process.poll() is None, f"ended early: {self.process.communicate()}"
-            return False
-
-        eventually(going)
+        self.until(lambda: len(self.steps()) >= count)
 
 
 def trained_once(

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import psutil
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
-from waiting import eventually, processes_about, without_supervisors
+from waiting import Child, eventually, processes_about, without_supervisors
 from warm import Warm
 
 MOCK = {
@@ -124,12 +123,8 @@ def started(
     )
 
 
-class Night(Folder):
-    """One `ftbench sweep` in a separate process. Leaving the context ends all processes."""
-
-    code: int
-    stdout: str
-    stderr: str
+class Night(Folder, Child):
+    """One `ftbench sweep` in a separate process."""
 
     def __init__(
         self, spec: Path | None, out: Path, *arguments: str, env: dict[str, str] | None = None,
@@ -139,37 +134,11 @@ class Night(Folder):
         named = [str(spec), "--out", str(out)] if spec else []
         self.process = started(["sweep", *named, *arguments], env or {}, before)
 
-    def __enter__(self) -> Night:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in (self.process, *self.children()):
-            with suppress(psutil.NoSuchProcess):  # already ended
-                process.kill()
-        self.process.communicate()
-
-    def finish(self, within: float = 300.0) -> Night:
-        self.stdout, self.stderr = self.process.communicate(timeout=within)
-        self.code = self.process.returncode
-        return self
-
-    def send(self, number: int) -> None:
-        self.process.send_signal(number)
-
     def kill(self) -> None:
         """Kill with -9, and check that no process is left."""
         self.process.kill()
         self.process.communicate()
         eventually(lambda: not self.children(), "a process has outlived its sweep")
-
-    def until(self, holds: Callable[[], Any]) -> None:
-        def going() -> bool:
-            if holds():
-                return True
-            assert self.process.poll() is None, f"ended early: {self.process.communicate()}"
-            return False
-
-        eventually(going)
 
     def until_training(self, steps: int = 1) -> RunDir:
         """Wait until a run has made `steps` steps, and return it."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -25,7 +21,7 @@ from ftbench.store import rundir
 from ftbench.store.steps import read_steps
 from ftbench.worker.data.prepare import prepare
 from ftbench.worker.outcome import Terminated, of_exception
-from waiting import eventually
+from waiting import eventually, fill
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("cache")]
 LONG_PREPARATION = {**ENDLESS, "dataset": {"name": "synthetic", "samples": 50_000, "length": 512}}
@@ -166,28 +162,6 @@ def test_running_out_of_host_memory_is_a_result(tmp_path):
 
 
 # --- a full disk -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "ftbench-test", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"needs to mount a small disk: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(folder: Path) -> None:
-    """Writes to the last byte."""
-    file = os.open(folder / "filler", os.O_WRONLY | os.O_CREAT, 0o600)
-    for size in (2**20, 2**12, 1):
-        with suppress(OSError):
-            while os.write(file, b"\0" * size):
-                pass
-    os.close(file)
 
 
 def test_a_full_disk_ends_the_run_with_an_error_message(tmp_path, small_disk):

@@ -382,7 +382,7 @@ def ranks_of(command: Command) -> list[psutil.Process]:
 def wait_for_ranks(command: Command) -> None:
     """Wait until each rank has written five steps."""
     run = command.wait_for_run()
-    command.wait_until(lambda: min(len(read_steps(run.of_rank(rank).steps)[0]) for rank in (0, 1)) >= 5)
+    command.until(lambda: min(len(read_steps(run.of_rank(rank).steps)[0]) for rank in (0, 1)) >= 5)
 
 
 def assert_over(command: Command, state: str, *reason: str) -> None:
@@ -477,7 +477,7 @@ def stuck(place: Path) -> None:
 def test_ctrl_c_keeps_the_finished_steps_of_all_ranks(tmp_path):
     place = tmp_path / "stuck"
     with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out", before=partial(stuck, place)) as command:
-        command.wait_until(place.exists)
+        command.until(place.exists)
         command.send(signal.SIGINT)
         command.finish()
     assert (command.code, command.state()["state"], command.children()) == (130, "interrupted", [])

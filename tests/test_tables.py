@@ -23,11 +23,6 @@ def a_run(run_id="a-r1", axes=None, **changed):
     return dataclasses.asdict(RunSummary(**values | {"run_id": run_id} | changed)) | (axes or {})
 
 
-def skipped(**changed):
-    empty = {"step_time_s": {}, "tokens_per_s": {}, "samples_per_hour": None, "memory_gb": {}, "first_step_s": None}
-    return a_run(**empty | {"state": "skipped", "reason": "oom at batch 8", "dataset": {"name": "alpaca"}} | changed)
-
-
 def table(*runs, axes=()):
     return runs_table(records(runs), axes)
 
@@ -61,15 +56,7 @@ def test_varying_accumulation_is_shown_with_the_batch():
     assert column(table(a_run(batch_size=8, gradient_accumulation_steps=4)), "batch") == ["8"]
 
 
-# --- skipped rows ----------------------------------------------------------------------------------------------------
-
-
-def test_skipped_row_has_a_reason_without_figures():
-    found = table(a_run(), skipped(run_id="b-r1", batch_size=16))
-    row = dict(zip(found.headings, found.rows[1], strict=True))
-    assert row.pop("state") == "skipped (oom at batch 8)"
-    assert (row.pop("method"), row.pop("batch")) == ("lora", "16")
-    assert set(row.values()) == {""}
+# --- failed rows -----------------------------------------------------------------------------------------------------
 
 
 def test_failed_row_has_no_figures():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -85,3 +85,54 @@ def eventually(holds: Callable[[], Any], what: str = "waited too long") -> Any:
         if end > limit:
             pytest.fail(what)
         time.sleep(max(0.01, 3 * (end - begin)))
+
+
+class Child:
+    """A command in a separate process. Leaving the context ends all its processes."""
+
+    process: Any
+    code: int
+    stdout: str
+    stderr: str
+
+    def children(self) -> list[psutil.Process]:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (self.process, *self.children()):
+            with suppress(psutil.NoSuchProcess):  # it has ended
+                process.kill()
+        self.process.communicate()
+
+    def finish(self, within: float = 300.0) -> Self:
+        """Wait for the end and keep the output."""
+        self.stdout, self.stderr = self.process.communicate(timeout=within)
+        self.code = self.process.returncode
+        return self
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def until(self, holds: Callable[[], Any]) -> None:
+        def going() -> bool:
+            if holds():
+                return True
+            assert self.process.poll() is None, f"ended early: {self.process.communicate()}"
+            return False
+
+        eventually(going)
+
+
+def fill(folder: Path) -> Path:
+    """Fill the disk to the last byte."""
+    path = folder / "filler"
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    for size in (2**20, 2**12, 1):
+        with suppress(OSError):
+            while os.write(file, b"\0" * size):
+                pass
+    os.close(file)
+    return path

@@ -21,7 +21,6 @@ from ftbench.estimate.workload import images
 from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.model import shape_of
 from ftbench.families.vision import ImageSize
-from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 
@@ -189,13 +188,6 @@ def test_samples_with_too_many_image_tokens_are_excluded(tmp_path: Path) -> None
         assert known is not None
         assert known.samples[0].images.tokens == tokens
         assert known.samples[0].labels > 5 * turns  # more than the template's own
-
-
-def test_a_row_without_turns_has_no_images(tmp_path: Path) -> None:
-    rows: list[dict[str, object]] = [{"text": "a"}, {"messages": -5}, {"conversations": True}, {"messages": {"a": "b"}}]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = Dataset(name="file", path=str(tmp_path / "rows.jsonl"))
-    assert [images._images(row, data) for row in rows] == [[], [], [], []]
 
 
 def test_image_sizes_of_unknown_sets_are_an_error() -> None:

@@ -14,7 +14,6 @@ from ftbench.report import build, formats, runs_table, select
 from made_runs import MAX_Q, OOM, RESULTS, make_run, method, steps
 
 WIDTHS = (80, 120, 160)
-MOST = ["--answers", "--prices"]
 
 
 def prices(folder):

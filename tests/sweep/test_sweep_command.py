@@ -10,8 +10,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
 from sweeps import ENVIRONMENT, MOCK, Folder, Night, held, released, sweep, write_sweep
-from waiting import eventually, processes_about
+from waiting import eventually, fill, processes_about
 
 BATCHES = {"train.batch_size": [1, 2, 4]}
 RATES = {"train.learning_rate": [1e-4, 2e-4, 3e-4, 4e-4, 5e-4]}
@@ -265,30 +263,6 @@ def test_commands_of_a_dry_run_make_the_runs_of_the_sweep(tmp_path):
 
 
 # --- a full disk -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "ftbench-test", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"needs to mount a small disk: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """Fill the disk to the last byte."""
-    path = folder / "filler"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    for size in (2**20, 2**12, 1):
-        with suppress(OSError):
-            while os.write(file, b"\0" * size):
-                pass
-    os.close(file)
-    return path
 
 
 def test_full_disk_loses_no_finished_run(tmp_path, small_disk):

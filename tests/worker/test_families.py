@@ -17,7 +17,6 @@ from ftbench.families import describe
 from ftbench.store.rundir import read_json
 from ftbench.worker.optimizations import packing
 
-LINEAR = {"targets": "all-linear"}
 LINEAR_ATTENTION = {
     "model_type": "qwen3_next", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 512,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,

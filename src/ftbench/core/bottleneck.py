@@ -56,13 +56,11 @@ def classify_bottleneck(
     """Return the bottleneck of a run.
 
     Args:
-        steady: Rows of the steps after warm-up.
+        steady: Rows of the steps after warm-up, at least one.
         on_gpu: Whether the run used a GPU.
         products: Time that the matrix products would need at the best known rate of this GPU / measured time.
         busy_method: How `gpu_busy` was measured.
     """
-    if not steady:
-        return Bottleneck(why="there is no steady step")
     bottleneck = Bottleneck(
         data_wait=over_time(steady, [row.data_time_s for row in steady], of_time=True),
         gpu_busy=over_time(steady, [_in_kernels(row) for row in steady]),

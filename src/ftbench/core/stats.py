@@ -53,11 +53,9 @@ def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = (), 
     return max([warm, *starts])
 
 
-def step_time(times: Sequence[float]) -> dict[str, Any] | None:
-    """Return a dict with `median, mean, p10, p90, cv, ci95` of step times in seconds, or None without steps. `cv` is
-    standard deviation / mean. `ci95` is the 95 % confidence interval of the median."""
-    if not times:
-        return None
+def step_time(times: Sequence[float]) -> dict[str, Any]:
+    """Return a dict with `median, mean, p10, p90, cv, ci95` of step times in seconds. `cv` is standard deviation /
+    mean. `ci95` is the 95 % confidence interval of the median."""
     mean = statistics.fmean(times)
     return {
         "median": statistics.median(times), "mean": mean, "p10": quantile(times, 0.10), "p90": quantile(times, 0.90),

@@ -10,11 +10,6 @@ _ONE = re.compile(r"(?<![\d.,])1 ((?:steady |other )?(?:step|graph|time|flush|pr
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d+(?:\.\d+)?)s)?", re.ASCII)
 
 
-def gib(count: float | None) -> float | None:
-    """Convert bytes to GiB. None stays None."""
-    return None if count is None else count / GIB
-
-
 def seconds(value: float | None) -> str:
     """Return a duration as text in a suitable unit: `8.1 ms`, `0.92 s`, `12.3 s`, `4 min 05 s`, `2 h 10 min`, `39.6
     days`."""
@@ -58,10 +53,10 @@ def some(number: int, noun: str) -> str:
     return f"{number:,} {noun}{plural * (number != 1)}"
 
 
-def listed(texts: Sequence[str], most: int, between: str = ", ") -> str:
+def listed(texts: Sequence[str], most: int) -> str:
     """Join the first `most` texts and add the number of the others: `a, b and 3 more`."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return between.join(texts[:most]) + more
+    return ", ".join(texts[:most]) + more
 
 
 def rate(value: float | None) -> str:

@@ -14,7 +14,7 @@ from ftbench.core.data_files import read_file
 from ftbench.core.data_formats import Example
 from ftbench.core.processes import run_program
 from ftbench.core.table import folded
-from ftbench.errors import DataError, MissingError, SpecError
+from ftbench.errors import MissingError, SpecError
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import MOST_SAMPLES, Lengths, file_lengths, lengths_of, shuffled
@@ -80,8 +80,7 @@ def _of_file(spec: Experiment, dataset: Dataset, images: KnownSamples | None) ->
     rows = read_file(path)
     format_name = row_format(dataset, rows[0], rows.where(0), pairs)
     counted = file_lengths(dataset, spec.model, pairs, spec.objective.prompts)
-    if isinstance(counted, str):
-        raise DataError(counted)
+    assert not isinstance(counted, str)  # the file exists
     shown = sorted({0, len(rows) // 2, len(rows) - 1})
     parsed = [row_example(dataset, rows[index], format_name, rows.where(index)) for index in shown]
     parsed = [replace(each, messages=each.question) for each in parsed] if spec.objective.prompts else parsed

@@ -53,10 +53,10 @@ def table_of(
 
 def table_of_rows(
     rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (), text: Sequence[str] = (),
-    headings: Sequence[str] = (), shared: Sequence[str] = (),
+    shared: Sequence[str] = (),
 ) -> Table:  # fmt: skip
     """Return a table. Each row maps headings to values. A `shared` column moves to the title if all rows agree."""
-    columns = {name: [str(row[name]) for row in rows] for name in headings or rows[0]}
+    columns = {name: [str(row[name]) for row in rows] for name in rows[0]}
     context = {name: columns.pop(name)[0] for name in shared if len(set(columns[name])) == 1}
     return table_of(columns, notes, text, context)
 

@@ -55,11 +55,6 @@ def family(model: Model) -> str | None:
     return configuration(model).get("model_type")
 
 
-def number_of_layers(model: Model) -> int | None:
-    """Return the number of layers of a text model. Return None if the model's configuration is not available."""
-    return configuration(model).get("num_hidden_layers")
-
-
 def configuration(model: Model) -> Mapping[str, Any]:
     """Return a model's configuration from `model.path` or from the table of known models. Return {} if unknown."""
     if model.path:

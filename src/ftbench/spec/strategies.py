@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ftbench.spec.base import Capability, Experiment
-from ftbench.spec.methods import GPT_OSS, family, number_of_layers
+from ftbench.spec.methods import GPT_OSS, configuration, family
 from ftbench.spec.optimizations import switched_on
 
 # Model families that pipeline parallelism supports, and optimizations that were tested with it.
@@ -141,7 +141,7 @@ def _stages(spec: Experiment) -> Iterator[str]:
         )
     if launch.split and len(launch.split) != launch.stages:
         yield f"launch.split has {len(launch.split)} numbers for {launch.stages} stages: give one number per stage"
-    yield from split_problems(spec, number_of_layers(spec.model))
+    yield from split_problems(spec, configuration(spec.model).get("num_hidden_layers"))
 
 
 def split_problems(spec: Experiment, layers: int | None) -> Iterator[str]:

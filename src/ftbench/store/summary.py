@@ -152,9 +152,9 @@ def _warmup(spec: dict[str, Any], train: Sequence[StepRow]) -> int:
 def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
     times = [row.step_time_s or 0.0 for row in steady]
     window = sum(times)
-    if (step_time := stats.step_time(times)) is None or window <= 0:
+    if window <= 0:
         return
-    summary.step_time_s = step_time
+    summary.step_time_s = stats.step_time(times)
     summary.tokens_per_s = {
         name: _rate([getattr(row, f"{name}_tokens") for row in steady], window) for name in ("real", "padded", "label")
     }

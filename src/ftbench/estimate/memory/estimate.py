@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from ftbench.core.hardware import MODERN, Gpu, cublas_workspace
 from ftbench.core.units import GIB
-from ftbench.errors import SpecError
 from ftbench.estimate.gpus import RESERVE, Capacity, capacity
 from ftbench.estimate.memory import ends
 from ftbench.estimate.memory.phases import GATHERED, MemoryCase, Parts, checkpoints_on_host, peak, phases
@@ -137,11 +136,8 @@ def estimate_memory(
         heaviest = max(stages, key=lambda stage: stage.device.expected)
         return replace(heaviest, stages=tuple(stage.device.expected for stage in stages))
     case, batch = _case(spec, gpu, batch, rank)
-    try:
-        named = phases(case)
-        least, most = (_peak_of(case, named, batch, end) for end in (batch.least, batch.most))
-    except ValueError as error:
-        raise SpecError(str(error)) from None
+    named = phases(case)
+    least, most = (_peak_of(case, named, batch, end) for end in (batch.least, batch.most))
     has, known = capacity(gpu, total), known or constants()
     spread = ROUGH_SPREAD if is_rough(spec) else _spread(case, known)
     allocated, reserved, device = _tiers(case, named, (least, most), known, spread, has)

@@ -105,7 +105,9 @@ def _activations(case: MemoryCase, plan: TrainingPlan) -> _Activations:
              for keep in (False, True)]  # fmt: skip
     frozen = _frozen(model, plan)
     keeps = [False] * frozen + _keeps(plan, len(model.layers))[frozen:]
-    mark, shared = transient.checkpoint(model.hidden, plan, batch), _shared_input(model, plan, batch)
+    mark, shared = transient.checkpoint(model.hidden, plan, batch), 0.0
+    if plan.stream == layer.FLOAT:  # the first norm saves a float32 checkpoint as its input, without a copy
+        shared = float(plan.stream * model.hidden * batch.tokens)
     marks, away = (len(keeps) - sum(keeps) - frozen) * mark, 0.0
     if plan.checkpointing == "offload":  # two inputs are on the GPU: one is copied or used, and the next one
         marks = min(2, len(keeps)) * mark
@@ -253,12 +255,6 @@ def _grown(model: ModelShape, plan: TrainingPlan) -> float:
         return 1.0
     first = sum(model.layers[0].parameters.values())
     return 1 - (first * 2 / 3 + (0 if model.tied else model.parameters["embedding"])) / model.total
-
-
-def _shared_input(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that a recomputed layer shares with its checkpoint. If the checkpoint is float32, the first norm
-    saves the checkpoint as its input without a copy."""
-    return float(plan.stream * model.hidden * batch.tokens) if plan.stream == layer.FLOAT else 0.0
 
 
 def autocast_weights(model: ModelShape, plan: TrainingPlan) -> float:

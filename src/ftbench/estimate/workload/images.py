@@ -14,15 +14,13 @@ from ftbench.errors import SpecError
 from ftbench.estimate.workload.lengths import DRAWN, MOST_SAMPLES, Lengths, file_lengths
 from ftbench.families.vision import NOTHING, ImageSize, VisionShape
 from ftbench.spec.batches import CAPTION, picture_sizes, synthetic_lengths
-from ftbench.spec.datasets import Dataset, named_row
+from ftbench.spec.datasets import Dataset, row_example, row_format
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import open_plain_file
 
 if TYPE_CHECKING:
     from ftbench.core.data_files import FileRows
 
-_COLUMNS = ("image", "images")
-_TURNS = ("messages", "conversations", "prompt", "completion")
 MOST_BYTES = 256 * 2**20  # largest size of an image file in bytes
 Sides = tuple[int, int]  # width and height in pixels
 
@@ -135,11 +133,13 @@ def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) ->
     from ftbench.core.data_files import read_file
 
     rows = read_file(path)
+    form = row_format(dataset, rows[0], rows.where(0))
     positions = range(0, len(rows), -(-len(rows) // MOST_SAMPLES))
-    pairs = [(at, _images(rows[at], dataset), text) for at, text in zip(positions, counted.values, strict=True)]
-    if not any(images for _, images, _ in pairs):
+    images = {at: row_example(dataset, rows[at], form, rows.where(at)).images for at in positions}
+    if not any(images.values()):
         return None
-    samples = [_shown(rows, at, images, vision, text, longest) for at, images, text in pairs]
+    samples = [_shown(rows, at, images[at], vision, text, longest)
+               for at, text in zip(positions, counted.values, strict=True)]  # fmt: skip
     return _known(samples, f"images of {path.name}; text {counted.source}", False)
 
 
@@ -154,17 +154,6 @@ def _shown(
 
         why = image_problem(error)
         raise SpecError(f"dataset: {rows.where(at)}: its image cannot be read ({why})") from None
-
-
-def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
-    """Return the images of a row, from its image column and from its chat messages."""
-    row = named_row(row, dataset)
-    column: Any = next((row[name] for name in _COLUMNS if row.get(name) is not None), [])
-    turns = (turn for name in _TURNS if isinstance(row.get(name), list) for turn in row[name] if isinstance(turn, dict))
-    contents = (turn.get("content") for turn in turns)
-    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
-    own = [image for part in parts if (image := part.get("image") or part.get("path"))]
-    return [*(column if isinstance(column, list) else [column]), *own]
 
 
 def _size_of(image: Any, folder: Path) -> Sides:

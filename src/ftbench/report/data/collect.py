@@ -159,8 +159,6 @@ def state_of(record: Mapping[str, Any]) -> str:
     reason = record.get("reason")
     if record["state"] == "ok" or not isinstance(reason, str):
         return str(record["state"]) + (", contended" if record.get("contention.contended") else "")
-    if record["state"] == "skipped":
-        return f"skipped ({reason})"
     short = reason if len(reason) <= _SHORT_REASON else reason[: _SHORT_REASON - 1] + "…"
     return f"{record['state']}: {short}".replace("oom: out of memory", "oom")
 
@@ -168,5 +166,5 @@ def state_of(record: Mapping[str, Any]) -> str:
 def long_reason(record: Mapping[str, Any]) -> str:
     """Return the full reason if `state_of` shortens it, or an empty string."""
     reason = record.get("reason")
-    shortened = isinstance(reason, str) and len(reason) > _SHORT_REASON and record["state"] not in ("ok", "skipped")
+    shortened = isinstance(reason, str) and len(reason) > _SHORT_REASON and record["state"] != "ok"
     return str(reason) if shortened else ""

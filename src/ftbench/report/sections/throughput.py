@@ -6,14 +6,15 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.report.data.axes import FRAMEWORK, SETTINGS, STRATEGY
-from ftbench.report.data.cells import BATCH, SAMPLES, TOKENS, Cell, Run
+from ftbench.report.data.cells import BATCH, SAMPLES, TOKENS, Cell
 from ftbench.report.data.collect import Record, figure
 from ftbench.report.data.facts import COMMIT, LIMIT
 from ftbench.report.data.groups import recipe_name
 from ftbench.report.document import Section, formatted, names_of, section
 from ftbench.spec.experiment import Launch
 
-_BEFORE = ("import", "prepare_data", "load", "setup")  # the phases before the first step of every run
+# The figures of the time before the first steady step, which every run has.
+_BEFORE = ("time_to_steady_s", *(f"phases_s.{name}" for name in ("import", "prepare_data", "load", "setup")))
 # Keys that may differ within a recipe: work division, duration, measurement.
 _DIVISION = ("launch.", "train.batch_size", "train.gradient_accumulation_steps", "train.max_steps", "train.epochs",
             "dataset.samples", "measure.")  # fmt: skip
@@ -37,7 +38,8 @@ def night(cells: Sequence[Cell], hours: float = 8.0) -> Section | None:
     for cell in cells:
         if (rate := cell.figure(SAMPLES)) is None:
             continue
-        start, tokens = max((_start_s(run) for run in cell.valid), default=0.0), cell.figure(TOKENS)
+        starts = [sum(figure(run.record, name) or 0.0 for name in _BEFORE) for run in cell.valid]
+        start, tokens = max(starts, default=0.0), cell.figure(TOKENS)
         left = max(0.0, hours * 3600 - start)
         records.append({
             **names_of(cell), "samples_per_hour": rate * 3600, "start_s": start or None, "hours": hours,
@@ -50,10 +52,6 @@ def night(cells: Sequence[Cell], hours: float = 8.0) -> Section | None:
     }  # fmt: skip
     words = ("Samples are real tokens divided by the mean length of the data.",)
     return section("night", f"Samples per hour and in {hours:g} hours", records, columns, words)
-
-
-def _start_s(run: Run) -> float:
-    return sum(figure(run.record, name) or 0.0 for name in ("time_to_steady_s", *(f"phases_s.{n}" for n in _BEFORE)))
 
 
 # --- several GPUs ----------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def frontier_table(search: Search) -> Table:
             "reserved GiB": units.gibibytes(largest.peak_gb) if largest else "",
             "first that fails": failing.batch if failing else "",
             "where it fails": f"{oom['phase']}, step {oom['step']}" if oom.get("phase") else "",
-            "GiB asked for": units.gibibytes(units.gib(size)) if (size := oom.get("bytes_requested")) else "",
+            "GiB asked for": units.gibibytes(size / units.GIB) if (size := oom.get("bytes_requested")) else "",
             "knee": edge.knee or "", "note": edge.note,
         })  # fmt: skip
     note = (

@@ -11,12 +11,13 @@ from transformers import AutoConfig, AutoTokenizer, Mxfp4Config, ProcessorMixin
 
 from ftbench.errors import FtbenchError, MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
+from ftbench.spec.methods import GPT_OSS, family
 from ftbench.store.machine import cache_dir
 from ftbench.worker import parallel
 from ftbench.worker.data.images import Pixels
 from ftbench.worker.device import device
 from ftbench.worker.model import nf4, vision
-from ftbench.worker.model.random_weights import configuration, is_gpt_oss, materialise
+from ftbench.worker.model.random_weights import configuration, materialise
 from ftbench.worker.optimizations import weight_offload
 from ftbench.worker.optimizations.attention import VARLEN, register
 
@@ -30,7 +31,7 @@ def source_of(model: Model, method: Any = None, drawn: bool = False, packed: boo
     """
     if model.weights == "random":
         mxfp4 = method is not None and method.mxfp4
-        layout = "mxfp4" if is_gpt_oss(model) and (mxfp4 or getattr(method, "name", "") == "unsloth") else None
+        layout = "mxfp4" if family(model) == GPT_OSS and (mxfp4 or getattr(method, "name", "") == "unsloth") else None
         layout = nf4.LAYOUT if packed else layout
         return str(materialise(model, layout, weights=not mxfp4 and not drawn))
     return model.path or model.id

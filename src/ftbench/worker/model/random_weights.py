@@ -23,7 +23,6 @@ from transformers import AutoConfig
 from ftbench.errors import MissingError, SpecError
 from ftbench.facts import architectures
 from ftbench.spec.experiment import Model
-from ftbench.spec.methods import GPT_OSS
 from ftbench.spec.reading import read_config
 from ftbench.store.machine import cache_dir, cache_error
 from ftbench.worker.device import device
@@ -36,10 +35,6 @@ _IN_16_BITS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.e
 _CHUNK = 64 * 2**20  # elements per generator: bounds memory and lets large tensors use several cores
 _HOST = torch.device("cpu")
 _LARGE = 10**9  # models with more elements are created on the GPU, which takes seconds instead of a minute
-
-
-def is_gpt_oss(model: Model) -> bool:
-    return bool(_shape(model)["model_type"] == GPT_OSS)
 
 
 def materialise(model: Model, layout: str | None = None, weights: bool = True) -> Path:
