@@ -132,6 +132,17 @@ def test_shown_reports_and_bundles_run(reader, ftbench, page):
         assert (code, errors) == (0, ""), line
 
 
+@pytest.mark.parametrize("text", blocks("console"))
+def test_shown_output_is_current(reader, ftbench, monkeypatch, text):
+    """The last line `…` stands for the rest of the output. `scripts/console` writes the output again."""
+    monkeypatch.setenv("COLUMNS", "100")
+    command, _, shown = text.removeprefix("$ ").partition("\n")
+    code, printed, _ = ftbench(*shlex.split(command)[1:])
+    lines = [line.rstrip() for line in printed.strip("\n").splitlines()]
+    assert code == 0
+    assert shown.splitlines()[:-1] == lines[: len(shown.splitlines()) - 1]
+
+
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_shown_specs_load(text, tmp_path):
     for name in set(re.findall(r"path: (\w+\.jsonl)|recipe: (\w+\.yaml)", text)):
@@ -203,6 +214,12 @@ def test_the_page_on_estimates_states_the_ranges_of_the_time():
     page = (ROOT / "docs/evidence/time-estimates.md").read_text("utf-8")
     before, after = re.findall(r"hosts \(median error ([\d.]+) %|launch-bound estimates is ([\d.]+) %", page)
     assert f"from {float(before[0]):.0f} % to {float(after[1]):.0f} %" in text
+    memory = (ROOT / "docs/evidence/memory-estimates.md").read_text("utf-8")
+    inside = sorted(float(each) for each in re.findall(r"^\| held out .* ([\d.]+) % \|$", memory, re.MULTILINE))
+    assert f"They contain {inside[0]:.0f} to {inside[-1]:.0f} % of" in text
+    change = " ".join((ROOT / "CHANGELOG.md").read_text("utf-8").split())
+    assert f"from {float(before[0]):.0f} % to {float(after[1]):.0f} %. Without such runs" in change
+    assert f"the range is a factor of {host[0]:.1f}." in change
     share = re.search(r"of their estimate \(([\d.]+) %\)", (ROOT / "docs/evidence/published.md").read_text("utf-8"))
     assert f"GPUs: {float(share[1]):.0f} % of these figures" in text
 

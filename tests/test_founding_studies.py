@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -191,6 +192,55 @@ def test_unsloths_best_setting_ran_to_its_end(tmp_path):
     run = make_run(tmp_path, "oom", steps(9), state=OOM)
     shutil.copytree(run.path, tmp_path / cell.name / "oom")
     assert page["found"](study.Study(tmp_path, 0), cell) == {}
+
+
+def notes_of(page: str) -> str:
+    """Return the hand-written notes below the tables of a page, on one line."""
+    return " ".join((ROOT / f"docs/evidence/{page}.md").read_text("utf-8").rpartition(study.END)[2].split())
+
+
+def test_the_notes_on_the_text_study_state_the_figures_of_its_runs():
+    notes, found = notes_of("founding-text"), TEXT["measured"]
+    first = [read_json(found(card, cell).summary)["first_step_s"] for card in TEXT["CARDS"] for cell in TEXT["CELLS"]
+             if "gpt-oss" in cell.name and read_json(found(card, cell).state)["state"] == "ok"]  # fmt: skip
+    assert f"first steps take {min(first):.0f} to {max(first):.0f} s" in notes
+    pairs = {cell.name: [found("h100", cell), again] for cell in TEXT["CELLS"]
+             if (again := found("h100", cell, "founding-text-alone")) is not None}  # fmt: skip
+    ratios = {True: [], False: []}  # the first run was on the machine with four GPUs, or on another one
+    for runs in pairs.values():
+        old, new = (read_json(run.summary)["step_time_s"]["median"] for run in runs)
+        ratios[read_json(runs[0].machine)["ftbench"]["commit"] == "7476d3bd"].append(new / old)
+    assert f"{len(ratios[True])} of these cells ran again" in notes
+    assert f"took {min(ratios[True]):.2f} to {max(ratios[True]):.2f} times as long" in notes
+    assert f"japanese-alpaca) took {ratios[False][0]:.1f} times as long" in notes
+    rounds = read_json(ROOT / "results/h200/unsloth-check.json")["rounds"]
+    apart = [each["ftbench"]["tokens_per_s"] / each["plain script"]["tokens_per_s"] - 1 for each in rounds]
+    assert f"the difference is at most {max(map(abs, apart)):.1%}".replace("%", " %") in notes
+
+
+def test_the_notes_on_the_image_study_count_later_compilations_and_no_waiting_for_batches():
+    """Compilation saves time after the stated number of steps, and the stated changes are those of the runs."""
+
+    def steady(card, name):
+        """Return the median time of a step without waiting, and the seconds of all steps beyond it."""
+        run = RunDir(next((ROOT / f"results/{card}/founding-images" / name).glob("*/")))
+        times = [row.step_time_s - row.data_time_s for row in TEXT["read_steps"](run.steps)[0]]
+        step = median(times[read_json(run.summary)["steps"]["warmup"] :])
+        return step, sum(times) - len(times) * step
+
+    notes, most = notes_of("founding-images"), {}
+    for name in (cell.name for cell in STUDIES["founding-images"]["CELLS"] if "-compile-" in cell.name):
+        model, _, batch = name.replace("-fp8", "").partition("-compile-")
+        (own, more), (base, base_more) = (steady("h100", each) for each in (name, f"{model}-bf16-{batch}"))
+        most[name] = (more - base_more) / (base - own)
+    assert most.pop("qwen3-vl-compile-b1") < 0
+    assert min(most.values()) > 0
+    assert f"after at most {10 * round(max(most.values()) / 10)} steps" in notes
+    places = {("h100", "b2"): ("fp8", "compile", "compile-fp8", "qlora"), ("h200", "b1"): ("compile", "compile-fp8")}
+    for (card, batch), names in places.items():
+        for name in names:
+            own, base = (steady(card, f"llava-next-{each}-{batch}")[0] for each in (name, "bf16"))
+            assert f"{100 * own / base - 100:+.0f} % (`{name}`)" in notes
 
 
 def test_unsloth_through_ftbench_and_its_plain_script_differ_by_at_most_2_percent():
