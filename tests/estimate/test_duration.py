@@ -39,7 +39,7 @@ from ftbench.estimate.workload.model import trainable_shape
 from ftbench.facts import read_facts
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
-from ftbench.store import rundir
+from ftbench.store import machine, rundir
 from ftbench.store.steps import read_steps
 from ftbench.sweep import dry_run
 from made_runs import OOM, REAL, make_run, steps
@@ -468,6 +468,17 @@ def test_launch_bound_runs_of_other_models_give_the_speed_of_the_host():
     assert slowdown == pytest.approx(2.3, abs=0.1)
     assert (runs >= 15, limit) == (True, "known host")
     assert host_slowdown(RunHistory.read(study.TEXT_STUDY[0], spec, [H200.name]), H200) == (1.0, 0, "host")
+
+
+def test_runs_in_the_default_folder_give_the_speed_of_their_own_cpu_only(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").symlink_to(study.TEXT_STUDY[0])
+    spec, gpu = spec_of(), named("H100 SXM5")
+    other = host_slowdown(RunHistory.read(Path("results"), spec, [gpu.name]), gpu)
+    cpu = rundir.read_json(next(study.TEXT_STUDY[0].rglob("machine.json")))["cpu"]
+    monkeypatch.setattr(machine, "cpu", lambda: cpu)
+    own = host_slowdown(RunHistory.read(Path("results"), spec, [gpu.name]), gpu)
+    assert (other, own[0] > 2) == ((1.0, 0, "host"), True)
 
 
 def test_runs_that_compiled_in_steady_steps_do_not_give_the_speed_of_the_host():

@@ -40,19 +40,24 @@ def describe() -> dict[str, Any]:
     return {**host(), "gpus": gpus()}
 
 
+def cpu() -> dict[str, Any]:
+    """Return the `cpu` section of machine.json."""
+    import psutil  # imported late: most estimates do not need it
+
+    return {
+        "model": _cpu_model(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": len(os.sched_getaffinity(0)),
+        "memory_gb": psutil.virtual_memory().total / GIB,
+    }
+
+
 def host() -> dict[str, Any]:
     """Return machine.json without the GPUs: ftbench commit, CPU, operating system, library versions and environment."""
-    import psutil  # imported late: an estimate does not need it
-
     return {
         "schema": SCHEMA,
         "ftbench": {"version": __version__, "commit": commit()},
-        "cpu": {
-            "model": _cpu_model(),
-            "cores": psutil.cpu_count(logical=False),
-            "threads": len(os.sched_getaffinity(0)),
-            "memory_gb": psutil.virtual_memory().total / GIB,
-        },
+        "cpu": cpu(),
         "os": {"kernel": platform.release(), "python": platform.python_version(), "machine": platform.machine()},
         "versions": versions(),
         "environment": {

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ftbench.estimate.workload.lengths import Lengths, lengths_of
 from ftbench.estimate.workload.model import TrainableShape, check_modelled, shape_of, trainable_shape
 from ftbench.estimate.workload.sharding import sharding_of
 from ftbench.spec.experiment import Experiment
-from ftbench.store import rundir
+from ftbench.store import machine, rundir
 from ftbench.store.rundir import RunDir
 
 # All settings that change the step time. Names, seeds, learning rates and the number of steps are not included.
@@ -28,6 +28,7 @@ StepKey = tuple[Any, ...]
 SAME_WATTS = 0.02  # relative difference of two power limits that count as the same
 AGREE = 0.05  # largest coefficient of variation of the step times, for runs with two to four steady steps
 COMPILED = 1.25  # least `mean / median` of the step times of a run that compiled in steady steps
+DEFAULT_STORE = Path("results")
 MOST_RUNS = 1000  # reading this many runs takes about a second
 # Phases before the first steady step that every run has. Other phases are rare: a machine creates random weights only
 # once, and a run waits for its GPU only if other runs use this GPU.
@@ -56,6 +57,7 @@ class TimedRun:
     invalid: str = ""
     limit_w: float | None = None
     launch_bound: bool = False
+    cpu: tuple[Any, Any] = (None, None)  # model and number of cores
 
 
 class RunHistory:
@@ -79,7 +81,8 @@ class RunHistory:
     def read(cls, path: Path, spec: Experiment | None = None, gpus: Iterable[str] = ()) -> RunHistory:
         """Return the history of a folder. A missing folder gives an empty history. Raise SpecError if `path` is a file.
 
-        With `spec`, read only runs of the same model and launch-bound runs on `gpus`, and runs on the same data."""
+        With `spec`, read only runs of the same model and launch-bound runs on `gpus`, and runs on the same data. In a
+        clone, DEFAULT_STORE has runs of other machines. They do not give the speed of this machine's CPU."""
         if path.exists() and not path.is_dir():
             raise SpecError(f"--store {path}: not a folder; give the folder that holds the runs")
         names = frozenset(map(canonical_name, gpus))
@@ -92,7 +95,11 @@ class RunHistory:
                 return True
             return not spec.dataset.is_made and bool(summary["dataset"]["name"] == spec.dataset.name)
 
-        return cls(path, timed_runs([path], wanted) if path.is_dir() else ())
+        runs = timed_runs([path], wanted) if path.is_dir() else []
+        if path == DEFAULT_STORE and any(run.launch_bound for run in runs):
+            here = _model_and_cores(machine.cpu())
+            runs = [replace(run, launch_bound=run.launch_bound and run.cpu == here) for run in runs]
+        return cls(path, runs)
 
     def same_step(self, spec: Experiment, gpu: Gpu) -> list[TimedRun]:
         """Return the runs on this kind of GPU with exactly the same optimizer step. `spec` comes from `resolve`."""
@@ -217,7 +224,8 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
             return None
         if not wanted(summary) or (spec := recorded_spec(run)) is None or is_outdated(run, spec):
             return None
-        phases, limited = summary["phases_s"], limited_gpu(rundir.first_gpu(rundir.read_json(run.machine)))
+        phases, described = summary["phases_s"], rundir.read_json(run.machine)
+        limited = limited_gpu(rundir.first_gpu(described))
         watts = summary["energy"].get("mean_watts")  # of all GPUs
         return TimedRun(
             f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), seconds,
@@ -225,9 +233,14 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
             watts and watts / spec.launch.gpus, summary["dataset"], _mean_batch(summary, spec, seconds),
             step_key(spec), summary["tokens_per_s"]["real"] * seconds,
             _invalid(run, summary), limited.watts if limited else None, _is_launch_bound(summary),
+            _model_and_cores(described.get("cpu") or {}),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError):  # not a summary of ftbench
         return None
+
+
+def _model_and_cores(cpu: Mapping[str, Any]) -> tuple[Any, Any]:
+    return cpu.get("model"), cpu.get("cores")
 
 
 def _is_launch_bound(summary: dict[str, Any]) -> bool:
