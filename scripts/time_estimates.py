@@ -64,7 +64,8 @@ determines the time of a step: `(GPU time^3 + host time^3)^(1/3)`. The time of t
 `coefficient * FLOPs / rate of large matrix products`, or `coefficient * bytes / memory bandwidth`. In the table,
 "value" is the coefficient after the fit, and "without runs" is the coefficient before the fit. "runs" counts the runs
 in which the term takes at least 5 % of the step. The rates of a GPU come from `ftbench probe`. Without a probe, the
-rates come from publications or from the data sheet.
+rates come from publications or from the data sheet. If a step depends on both GPU and host, its range includes
+hosts that are faster or slower by the factor of the host.
 
 """
 FACTS_HEAD = """\

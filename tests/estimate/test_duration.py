@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from ftbench.core.hardware import Gpu, capability_of, find_gpu, gpus, limited_gp
 from ftbench.errors import SpecError
 from ftbench.estimate import api
 from ftbench.estimate.memory.largest_batch import with_batch
+from ftbench.estimate.time import rates
 from ftbench.estimate.time.duration import (
     FLUSHES,
     FORMULA,
@@ -266,6 +268,7 @@ def test_gpu_and_host_overlap_only_in_part_and_images_are_processed_first():
     assert found.parts["images"] == found.parts["optimizer"] == 1
     fast = step(work, {"products": 1.0, "host": 0.1, "images": 1.0, "optimizer": 1.0})
     assert fast.seconds == pytest.approx(3 + 1 + 1, rel=1e-3)
+    assert not step(work, {"products": 1.0, "host": 0.8, "images": 2.0, "optimizer": 1.0}).host_bound  # 4 s on the GPU
 
 
 def test_operations_of_compiled_layers_with_varying_shapes_and_of_torchao():
@@ -278,6 +281,10 @@ def test_operations_of_compiled_layers_with_varying_shapes_and_of_torchao():
     steady = host(dataset=fixed, optimizations=on)
     assert host(dataset=varying, optimizations=on) == pytest.approx(1.5 * steady, rel=0.1)
     assert host(dataset=fixed, optimizations=short) > 1.1 * steady
+    pictures = [_work(model={"id": "Qwen/Qwen3-VL-8B-Instruct", "weights": "random"}, optimizations=on,
+                      dataset={"name": "images", "samples": 64, "length": 40, "image_size": [500, 500],
+                               "image_sizes": sizes})["host"] for sizes in ("fixed", "photographs")]  # fmt: skip
+    assert pictures[1] > 1.2 * pictures[0]  # images have different numbers of tokens
 
 
 # --- basis and range -------------------------------------------------------------------------------------------------
@@ -456,7 +463,7 @@ def test_launch_bound_runs_give_the_speed_of_the_host():
     assert estimate(store=two, **short(1)) == alone
     faster = [replace(run, run_id=f"fast {run.run_id}", step_s=run.step_s / 2) for run in runs]
     both = estimate(store=RunHistory(None, [*runs, *faster]), **short(1))
-    assert both.step_s.high / both.step_s.expected == alone.step_s.high / alone.step_s.expected
+    assert both.step_s.high / both.step_s.expected == pytest.approx(alone.step_s.high / alone.step_s.expected, rel=0.01)
     assert both.confidence.endswith("from 6 launch-bound runs, whose speeds differ")
     assert estimate(named("H100 SXM5"), three, **short(1)) == estimate(named("H100 SXM5"), **short(1))
     assert 1 < estimate(store=three).step_s.expected / estimate().step_s.expected < 1.1, "the GPU limits the speed"
@@ -481,6 +488,19 @@ def test_runs_in_the_default_folder_give_the_speed_of_their_own_cpu_only(tmp_pat
     assert (other, own[0] > 2) == ((1.0, 0, "host"), True)
 
 
+def test_the_range_includes_slow_and_fast_hosts():
+    """A slow host may limit a step even if the GPU is expected to. A fast host does not make the GPU faster."""
+
+    def short(length: int) -> DurationEstimate:
+        data = {"name": "synthetic", "samples": 64, "length": length}
+        return estimate(dataset=data, train={"batch_size": 4}, optimizations={"compile": True})
+
+    bands = [short(length).step_s for length in range(64, 1024, 64)]
+    assert [short(64).bound, short(1024).bound] == ["host", "GPU"]
+    assert all(one.high <= more.high and one.low <= more.low for one, more in pairwise(bands))
+    assert bands[0].high > 2.4 * bands[0].expected
+
+
 def test_runs_that_compiled_in_steady_steps_do_not_give_the_speed_of_the_host():
     gpu, folder = named("H100 SXM5"), study.ROOT / "results/h100/founding-images"
     paused = {f"llava-next-{name}/" for name in ("fixed-b1", "fixed-fp8-b1", "compile-b2", "compile-fp8-b2")}
@@ -488,6 +508,19 @@ def test_runs_that_compiled_in_steady_steps_do_not_give_the_speed_of_the_host():
     assert not any(bound for name, bound in found.items() if name.startswith(tuple(paused)))
     compiled = [run for run in timed_runs([folder]) if run.spec.optimizations.compile]
     assert host_slowdown(RunHistory(None, compiled), gpu)[0] == pytest.approx(2.1, abs=0.1)  # with all runs: 2.6
+
+
+def test_the_speed_of_the_host_does_not_include_the_time_of_the_gpu(monkeypatch):
+    specs = [resolve(spec_of(dataset={"name": "synthetic", "samples": 64, "length": 512}, train={"batch_size": batch}),
+                     capability_of(H200)) for batch in (2, 3, 4)]  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(rates, "HOST_OPERATIONS_S", rates.HOST_OPERATIONS_S / 2)
+        rates.limits_of.cache_clear()
+        slow = [estimate_duration(spec, H200).step_s.expected for spec in specs]
+    rates.limits_of.cache_clear()
+    runs = [replace(RUNS[0], run_id=str(step_s), spec=spec, key=step_key(spec), gpu=H200.name, launch_bound=True,
+                    step_s=step_s) for spec, step_s in zip(specs, slow, strict=True)]  # fmt: skip
+    assert host_slowdown(RunHistory(None, runs), H200)[0] == pytest.approx(2, rel=0.01)
 
 
 def test_small_models_are_host_bound_and_long_batches_are_not():

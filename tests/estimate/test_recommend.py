@@ -408,6 +408,7 @@ def test_all_shipped_configs_on_20_cards_have_one_answer(monkeypatch, tmp_path):
 
 
 def test_the_decision_guide_has_the_answers_of_recommend(monkeypatch):
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(requests, "with_lengths", lambda answer: answer)
     page = (ROOT / "docs" / "how-to" / "choose-a-card.md").read_text("utf-8")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.count("|") == 7]
@@ -416,7 +417,7 @@ def test_the_decision_guide_has_the_answers_of_recommend(monkeypatch):
     for model in dict.fromkeys(row[0] for row in rows):
         named = {row[1]: row[2:4] for row in rows if row[0] == model}
         sets, night = [f"model.id={model}"], ROOT / "configs" / "night.yaml"
-        request = requests.RecommendRequest(night, sets, gpu=",".join(named), deadline="8h", store=ROOT / "results")
+        request = requests.RecommendRequest(night, sets, gpu=",".join(named), deadline="8h")
         best = {option.gpu.name: option for option in requests.answer(request).best_per_gpu()}
         for gpu, (way, batch) in named.items():
             if gpu not in best:

@@ -527,6 +527,17 @@ def test_waiting_for_other_gpus_is_not_host_bound() -> None:
     assert several.bound == "GPU"
 
 
+def test_communication_overlaps_with_launch_bound_steps_too() -> None:
+    steps = []
+    for batch in (4, 8):
+        short = {"dataset": {"name": "synthetic", "samples": 64, "length": 128}, "train": {"batch_size": batch},
+                 "method": {"name": "lora"}}  # fmt: skip
+        spec = shared("fsdp", 4, model={"id": "Qwen/Qwen3-0.6B", "weights": "random"}, **short)
+        steps.append(estimate_duration(spec, next(gpu for gpu in gpus() if gpu.name == "RTX 4090")))
+    assert steps[0].bound == "host"
+    assert steps[0].step_s.expected <= steps[1].step_s.expected
+
+
 def test_strategy_all_uses_the_specs_gpus_and_rejects_unused_options(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(

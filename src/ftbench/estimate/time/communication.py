@@ -21,7 +21,7 @@ COMMUNICATION, OFFLOADED, BUBBLE = "communication", "offloaded", "bubble"  # the
 HALF, FLOAT = 2, 4  # bytes per element: 2 for gathered weights and activations, 4 for weights that FSDP trains
 DDP_BUCKET = 25 * 2**20  # bytes of gradients per all-reduce (torch, bucket_cap_mb); the last bucket does not overlap
 CALL_S = 20e-6  # seconds per collective
-# Share of the GPU's time in which communication can overlap. DDP sends only in the backward pass, which takes two
+# Share of a step in which communication can overlap. DDP sends only in the backward pass, which takes two
 # thirds of the time. FSDP and ZeRO-3 fetch the next layer during computation.
 _HIDES = {"ddp": 0.6}
 _HIDES_GATHERED = 0.85
@@ -132,22 +132,20 @@ def _of_stages(sharding: Sharding, shape: TrainableShape, positions: float, pass
     return Traffic(sent - waited, waited, 2 * passes * (sharding.pipeline - 1))
 
 
-def exposed_seconds(
-    sent: Traffic, sharding: Sharding, limits: Ceilings, device_s: float, copying: float = 1.0
-) -> float:
+def exposed_seconds(sent: Traffic, sharding: Sharding, limits: Ceilings, step_s: float, copying: float = 1.0) -> float:
     """Return the seconds per step in which a GPU waits for other GPUs. Offloading is not included.
 
     Args:
         sent: The communication of this GPU.
         sharding: How the GPUs share the work.
         limits: The rates of the links and the memory of this GPU.
-        device_s: Seconds per step in which this GPU computes.
+        step_s: Seconds per step without waiting for other GPUs.
         copying: `measured time / ideal time` of eager copies. The ideal time uses the full memory bandwidth."""
     if sharding.gpus == 1:
         return 0.0
-    hidden, room = sent.hidden / limits.network, _HIDES.get(sharding.states, _HIDES_GATHERED) * device_s
+    hidden, room = sent.hidden / limits.network, _HIDES.get(sharding.states, _HIDES_GATHERED) * step_s
     late = max(0.0, hidden - room)
-    slower = _CONCURRENT * min(hidden, room) + (_SLOWEST + _IDLE.get(sharding.states, 0.0)) * device_s
+    slower = _CONCURRENT * min(hidden, room) + (_SLOWEST + _IDLE.get(sharding.states, 0.0)) * step_s
     waited = sent.waited / limits.network + sent.calls * CALL_S
     return late + slower + waited + copying * sent.copied / limits.memory
 

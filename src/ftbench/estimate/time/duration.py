@@ -24,7 +24,7 @@ from ftbench.estimate.time.communication import (
     traffic,
 )
 from ftbench.estimate.time.history import RunHistory, TimedRun, step_key
-from ftbench.estimate.time.rates import Ceilings, Step, ideal, limits_of, step
+from ftbench.estimate.time.rates import OVERLAP, Ceilings, Step, ideal, limits_of, step
 from ftbench.estimate.workload.batches import batches_of, concatenates, per_step
 from ftbench.estimate.workload.model import TrainableShape, check_modelled, is_rough
 from ftbench.estimate.workload.plan import plan_of
@@ -146,17 +146,18 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     batches = [rank_batch(batch, sharding) for batch in batches_of(spec, lengths)]
     shape, work = history.work(spec, batches)
     limits, (slowdown, host_runs, host) = _limits(spec, gpu, history), host_slowdown(history, gpu)
-    limits = replace(limits, operations=limits.operations / slowdown) if host_runs else limits
-    modelled = step(ideal(work, limits), history.coefficients)
+    wrong, known = float(read_facts("durations.yaml")["spread"][host]), history.coefficients
+    needed = ideal(work, replace(limits, operations=limits.operations / slowdown))
+    modelled, fast, slow = (step(needed, {**known, **{name: known[name] * factor for name in ("host", "images")}})
+                            for factor in (1.0, 1 / wrong, wrong))  # fmt: skip
     ranks = sharding.data * sharding.sequence  # the ranks that compute different positions
     samples, positions, real = (ranks * per_step(spec, batches, name) for name in ("samples", "positions", "real"))
     sent = traffic(spec, shape, batches)
-    exposed = exposed_seconds(sent, sharding, limits, modelled.device, history.coefficients["elementwise.eager"])
+    exposed = exposed_seconds(sent, sharding, limits, modelled.seconds, history.coefficients["elementwise.eager"])
     same = history.same_step(spec, gpu)
     unlike = shape.model.has_experts and not same  # runs of other steps are not representative
     seconds, basis, confidence = _judged(gpu, same, real, modelled.seconds, limits, unlike)
-    offloaded = offloaded_seconds(sent, limits)
-    flushes = 0.0 if same else _flushes(spec, gpu, shape)
+    offloaded, flushes = offloaded_seconds(sent, limits), 0.0 if same else _flushes(spec, gpu, shape)
     bubble = 0.0 if basis == MEASURED else seconds * sharding.bubble / (1 - sharding.bubble)
     waits = {COMMUNICATION: exposed, OFFLOADED: offloaded, FLUSHES: flushes, BUBBLE: bubble}
     host_runs = host_runs if modelled.host_bound else 0
@@ -166,12 +167,13 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     key = (gpu.name, *step_key(spec))
     if left_out := [units.some(count, why) for (step, why), count in history.invalid.items() if step == key]:
         confidence += f"; without {' and '.join(left_out)}"
-    spread = _spread(spec, basis, host if modelled.host_bound else "GPU", unlike)
+    hosts = seconds / (seconds - modelled.seconds + fast.seconds), 1 + (slow.seconds - modelled.seconds) / seconds
+    below, above = _spread(spec, basis, unlike, *hosts)
     watts, source = _watts(gpu, same, modelled, offloaded)
     own = modelled.host_bound and modelled.seconds > exposed + offloaded  # the step does not mainly wait for other GPUs
     bound = ("images" if modelled.by_images else "host") if own else "GPU"
     return DurationEstimate(
-        Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
+        Band(seconds / below, seconds, seconds * above), samples, real, 1 - real / positions,
         *_start(spec, shape, same), watts, source, bound, basis, confidence,
         lengths.source, lengths.upper_bound,
         dict(modelled.parts) | {name: value for name, value in waits.items() if value},
@@ -195,9 +197,9 @@ def _limits(spec: Experiment, gpu: Gpu, history: RunHistory) -> Ceilings:
 def host_slowdown(history: RunHistory, gpu: Gpu) -> tuple[float, int, str]:
     """Return the slowdown of the host, the number of runs from which it was computed, and a key of `spread`.
 
-    The slowdown is the median of `measured time of a step / estimated time` over the launch-bound runs on this kind of
-    GPU. With fewer than LEAST_HOST_RUNS runs, the result is (1.0, 0, "host"). `spread` in facts/durations.yaml has the
-    range. The range of "known host" is narrower than that of "host". It applies if most of the runs are inside it."""
+    The slowdown is the median of `time of the host / estimated time` over the launch-bound runs on this kind of GPU, if
+    the GPU takes the estimated time. With fewer than LEAST_HOST_RUNS runs, the result is (1.0, 0, "host"). `spread` in
+    facts/durations.yaml has the ranges. The narrow range of "known host" applies if most of the runs are inside it."""
     if gpu.name not in history.hosts:
         ratios = []
         for run in history.runs:
@@ -206,28 +208,29 @@ def host_slowdown(history: RunHistory, gpu: Gpu) -> tuple[float, int, str]:
             with suppress(SpecError):  # the shape of the model is not known
                 _, work = history.work(run.spec, batches_of(run.spec, history.lengths(run.spec)))
                 modelled = step(ideal(work, _limits(run.spec, gpu, history)), history.coefficients)
-                ratios += [run.step_s / modelled.seconds] if modelled.host_bound else []
+                if modelled.host_bound and run.step_s > modelled.device:
+                    both = (each**OVERLAP - modelled.device**OVERLAP for each in (run.step_s, modelled.seconds))
+                    ratios.append((next(both) / next(both)) ** (1 / OVERLAP))
         history.hosts[gpu.name] = (1.0, 0, "host")
         if len(ratios) >= LEAST_HOST_RUNS:
             slowdown, factor = statistics.median(ratios), float(read_facts("durations.yaml")["spread"]["known host"])
-            alike = sum(1 / factor <= ratio / slowdown <= factor for ratio in ratios)
-            limit = "known host" if alike >= ALIKE * len(ratios) else "host"
-            history.hosts[gpu.name] = (slowdown, len(ratios), limit)
+            alike = sum(1 / factor <= ratio / slowdown <= factor for ratio in ratios) >= ALIKE * len(ratios)
+            history.hosts[gpu.name] = (slowdown, len(ratios), "known host" if alike else "host")
     return history.hosts[gpu.name]
 
 
-def _spread(spec: Experiment, basis: str, limit: str, unlike: bool) -> float:
-    """Return the factor of the time range: from `expected / factor` to `expected * factor`. `limit` is a key of
-    `spread` in facts/durations.yaml."""
+def _spread(spec: Experiment, basis: str, unlike: bool, *hosts: float) -> list[float]:
+    """Return two factors: the range of the time is from `expected / first` to `expected * second`. `hosts` are the
+    factors if the host is much faster or slower than expected."""
     if basis == MEASURED:
-        return MEASURED_SPREAD
-    spread = float(read_facts("durations.yaml")["spread"][limit])
-    sharding = sharding_of(spec.launch)
-    spread *= (SHEET_SPREAD if basis == SHEET else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
+        return [MEASURED_SPREAD] * 2
+    sharding, least = sharding_of(spec.launch), float(read_facts("durations.yaml")["spread"]["GPU"])
+    spread = (SHEET_SPREAD if basis == SHEET else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
     spread *= ROUGH_SPREAD if is_rough(spec) or spec.launch.nodes > 1 else 1.0
     spread *= SEVERAL_SPREAD if sharding.gpus > 2 else 1.0
     spread *= JOINED_SPREAD if concatenates(spec) and spec.train.batch_size > 1 else 1.0
-    return spread * (ZERO_SPREAD if sharding.states.startswith("zero") else 1.0)
+    spread *= ZERO_SPREAD if sharding.states.startswith("zero") else 1.0
+    return [spread * max(least, each) for each in hosts]
 
 
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape) -> float:
@@ -239,10 +242,8 @@ def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape) -> float:
     part = share(sharding_of(spec.launch))
     kept = kept_as(plan_of(spec, shape.model), part)
     temporary = optimizer_step(kept.optimizer, shape.trained * part.optimizer, kept.weight)
-    if not temporary:
-        return 0.0
-    memory = estimate_memory(spec, gpu)
-    return temporary / _REMAPPED if memory.device.expected > memory.usable else 0.0
+    full = temporary and (memory := estimate_memory(spec, gpu)).device.expected > memory.usable
+    return temporary / _REMAPPED if full else 0.0
 
 
 def _judged(

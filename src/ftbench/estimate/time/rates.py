@@ -44,10 +44,10 @@ _FORWARD = 0.3
 # copied in both passes, and optimizer states in the backward pass, after the weights. The step waits for the rest.
 WEIGHTS, STATES = "offload.weights", "offload.states"
 OVERLAPS = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
-# A micro-batch takes `(device**n + host**n) ** (1/n)` seconds. With an infinite n, the slower side alone determines the
-# time. In reality, the GPU waits during some parts of the step, and the host during others. Of 2, 3, 4 and infinity, 3
-# has the smallest errors in the text study.
-_OVERLAP = 3.0
+# A micro-batch takes `(device**n + host**n) ** (1/n)` seconds. With an infinite n, this is the time of the slower side.
+# But the GPU waits during some parts of the step, and the host during others. Of 2, 3, 4 and infinity, 3 has the
+# smallest errors in the text study.
+OVERLAP = 3.0
 # Python operations and kernel launches per second; a fitted coefficient corrects this value. The second value is the
 # time per torch operation in µs that `ftbench probe` measured on the host of an H200 (results/h200/recipes/probe). On a
 # host with another time, the rate changes in proportion.
@@ -76,9 +76,9 @@ class Ceilings:
 class Step:
     """The time of one optimizer step in seconds.
 
-    The GPU computes for `device` seconds, and Python works for `host` seconds. For each micro-batch, the slower side
-    mainly determines the time. `parts` are the shares of each kind of work in `seconds`, which is their sum.
-    `host_bound` means that Python is slower. `by_images` means that Python spends most time on images."""
+    The GPU computes for `device` seconds, and Python works for `host` seconds. `parts` are the shares of each kind of
+    work in `seconds`. `host_bound`: Python starts operations, or processes images, for longer than the GPU computes.
+    `by_images`: Python spends most time on images."""
 
     seconds: float
     device: float
@@ -190,13 +190,13 @@ def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
             busy = copied if name == STATES else 0.0
             spent[name] = sum(max(0.0, spent[name] - max(0.0, share * computed - busy)) for share in OVERLAPS[name])
         on_device = sum(spent.values())
-        both = (on_device**_OVERLAP + started**_OVERLAP) ** (1 / _OVERLAP)
+        both = (on_device**OVERLAP + started**OVERLAP) ** (1 / OVERLAP)
         for name, value in (spent | {"host": started}).items():
-            parts[name] += value * ((started if name == "host" else on_device) / both) ** (_OVERLAP - 1)
+            parts[name] += value * ((started if name == "host" else on_device) / both) ** (OVERLAP - 1)
         parts["images"] += read
         device, host, seconds = device + on_device, host + started + read, seconds + both + read
         images += read
     for name, value in ideal_step.update.items():
         parts[name] += (spent_once := coefficients[name] * value)
         device, seconds = device + spent_once, seconds + spent_once
-    return Step(seconds, device, host, dict(parts), host > device, images > host / 2)
+    return Step(seconds, device, host, dict(parts), max(host - images, images) > device, images > host / 2)

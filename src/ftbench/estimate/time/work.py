@@ -131,8 +131,8 @@ def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, bat
     if batch.patches and shape.model.vision:
         _add_images(work, spec, plan, shape.model.vision, batch)
     started = operations(plan, shape, batch, again) * sharding_of(spec.launch).micro
-    on = spec.optimizations
-    started *= _VARYING if plan.compiled and not (on.fixed_shape or on.packing or spec.dataset.length) else 1.0
+    on, equal = spec.optimizations, spec.dataset.length and not spec.dataset.has_many_image_sizes
+    started *= _VARYING if plan.compiled and not (on.fixed_shape or on.packing or equal) else 1.0
     started += _IMAGE_OPS if batch.patches else 0
     work["host"] = work.get("host", 0.0) + (_REPLAYED * started + _OUTSIDE if plan.graphed else started)
     return work

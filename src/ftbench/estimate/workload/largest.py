@@ -130,8 +130,7 @@ def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) 
     single = expected.rows == 1 and not layout.flat and not layout.fixed
     if lengths is not None:
         padded = not (lengths.min() == lengths.max() and not layout.flat) and not single
-        unequal = bool(lengths.min() < lengths.max())
-        return Largest(expected, expected, padded, _whole(layout, lengths), basis, None, unequal)
+        return Largest(expected, expected, padded, _whole(layout, lengths), basis, None, bool(np.ptp(lengths)))
     rows, longest = layout.size, dataset.max_length
     if file is not None and not layout.packing:
         longest = min(longest, file.most)
