@@ -66,7 +66,7 @@ def test_every_line_of_a_recommendation_fits(monkeypatch, tmp_path):
 
 
 def test_with_wide_nothing_is_left_out(ftbench, monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "60")
     spec = tmp_path / "spec.yaml"
     spec.write_text(SPEC)
     call = ["recommend", spec, "--gpu", "H200 SXM"]

@@ -97,8 +97,8 @@ class RunHistory:
 
         runs = timed_runs([path], wanted) if path.is_dir() else []
         if path == DEFAULT_STORE and any(run.launch_bound for run in runs):
-            here = _model_and_cores(machine.cpu())
-            runs = [replace(run, launch_bound=run.launch_bound and run.cpu == here) for run in runs]
+            own = _model_and_cores(machine.cpu())
+            runs = [replace(run, launch_bound=run.launch_bound and run.cpu == own) for run in runs]
         return cls(path, runs)
 
     def same_step(self, spec: Experiment, gpu: Gpu) -> list[TimedRun]:
