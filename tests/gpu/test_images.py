@@ -26,10 +26,14 @@ WAYS = {
     "chunked-loss": ("optimizations.chunked_loss=on",),
     "padding-free": ("optimizations.padding_free=on",),
     "varlen": ("optimizations.padding_free=on", "optimizations.attention=varlen", "optimizations.fused_lora=on"),
+    "kernels": (
+        "optimizations.padding_free=on", "optimizations.attention=varlen", "optimizations.fused_lora=on",
+        "optimizations.triton_kernels=on",
+    ),
     "compile": ("optimizations.compile=on", "optimizations.fixed_shape=on"),
-}
+}  # fmt: skip
 FIRST = [(LLAVA, "varlen"), (LLAVA, "compile"), (QWEN3, "varlen")]
-REST = [(LLAVA, name) for name in ("loader", "chunked-loss", "padding-free")]
+REST = [(LLAVA, name) for name in ("kernels", "loader", "chunked-loss", "padding-free")]
 REST += [(QWEN25, "varlen"), (QWEN25, "compile"), (QWEN3, "compile")]
 SAME = [*FIRST, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in REST)]
 UNSLOTH = "method={{name: unsloth, load_in_4bit: {}, use_gradient_checkpointing: off}}"

@@ -86,7 +86,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 def _order_statistic(n: int, confidence: float) -> tuple[int, float]:
     """Return k and the coverage of the interval from the k-th smallest to the k-th largest of n values. k is the
     largest number that reaches the coverage `confidence`, or 0 if n is too small."""
-    if n > 1000:  # normal approximation of the binomial
+    if n > 1000:  # normal approximation of the binomial: k may be smaller by 1
         k = math.floor(n / 2 - statistics.NormalDist().inv_cdf((1 + confidence) / 2) * math.sqrt(n) / 2)
         return k, confidence
     tail, k = 0.0, 0
