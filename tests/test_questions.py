@@ -143,6 +143,14 @@ def test_init_asks_again_if_the_answer_is_not_a_number(ftbench, tmp_path, monkey
     assert "samples: 50" in (tmp_path / "run.yaml").read_text()
 
 
+def test_init_ends_at_the_first_wrong_answer(ftbench, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("missing.jsonl\n"))
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    code, _, err = ftbench("init", "tiny/llama", "-o", tmp_path / "run.yaml")
+    assert (code, "missing.jsonl: no such file" in err, "Which GPU?" in err) == (2, True, False)
+
+
 @pytest.fixture
 def slow(tmp_path):
     """A store in which one run waited for its CPU, one for its data, and one did not wait."""
