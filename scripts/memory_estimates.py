@@ -326,16 +326,15 @@ def main() -> None:
     page = f"""# How far `ftbench estimate` is off
 
 `scripts/memory_estimates.py` writes this page from the committed runs in `results/h200`, without the [text
-study](founding-text.md) and the [image study](founding-images.md). The script estimates the memory of each run with the
-batch shape that the run really had, and compares the estimate with the measured memory. The constants of
-`src/ftbench/facts/estimator.yaml` were fitted to the runs marked "fitted", and not to "held out" runs. One third of the
-experiments (chosen by a hash of the settings) and all runs with images are "held out". The terms that were not fitted
-count the tensors that autograd saves or, with compiled layers, the tensors that AOTAutograd's partitioner saves. The
-terms of unsloth and Liger come from the source code of these libraries and were checked with the runs on this page. The
-checkpointing of unsloth needs up to 0.6 GiB (2 to 6 %) more than its source code explains. The runs in
-`results/h200/grid` (`scripts/studies/grid`) were estimated before the runs were made. Three terms were corrected after
-a comparison with fitted runs: 8-bit optimizer states of embeddings, activations in host memory, and the logits of small
-batches (`results/h200/launch-bound`).
+study](founding-text.md) and the [image study](founding-images.md). Each estimate uses the batch shape that the run
+really had. The constants of `src/ftbench/facts/estimator.yaml` were fitted to the runs marked "fitted", and not to
+"held out" runs. One third of the experiments (chosen by a hash of the settings) and all runs with images are "held
+out". The terms that were not fitted count the tensors that autograd saves or, with compiled layers, the tensors that
+AOTAutograd's partitioner saves. The terms of unsloth and Liger come from the source code of these libraries and were
+checked with the runs on this page. The checkpointing of unsloth needs up to 0.6 GiB (2 to 6 %) more than its source
+code explains. The runs in `results/h200/grid` (`scripts/studies/grid`) were estimated before the runs were made. Three
+terms were corrected after a comparison with fitted runs: 8-bit optimizer states of embeddings, activations in host
+memory, and the logits of small batches (`results/h200/launch-bound`).
 
 This page excludes {some(len(older), "older run")}: {", ".join(older)}. In the excluded runs, the chunked loss computed
 the logits twice (`chunked (ftbench)` in applied.json). The current chunked loss computes the logits once. Another older
