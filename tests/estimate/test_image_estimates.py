@@ -14,6 +14,7 @@ from ftbench.errors import SpecError
 from ftbench.estimate import estimates
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.memory.largest_batch import MemoryCache
+from ftbench.estimate.recommend import ranking
 from ftbench.estimate.recommend import request as recommend
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory, step_key
@@ -141,6 +142,8 @@ def test_the_images_of_a_file_are_read(tmp_path: Path) -> None:
     data = {"name": "file", "path": str(tmp_path / "rows.jsonl"), "max_length": 4096}
     spec = spec_of(QWEN, data, train={"batch_size": 2})
     found = largest(spec, shape_of(spec.model).vision)
+    options = ranking.recommend(ranking.Goal(spec, (gpu(),), 2)).options
+    assert {option.spec.method.name for option in options} == {"lora", "qlora"}
     assert found.expected.images.tokens == 324 + 1369
     assert found.most.images.tokens == 2 * 1369
     most = pillow.MAX_IMAGE_PIXELS

@@ -157,12 +157,13 @@ def test_answers_of_prompts_are_neither_counted_nor_shown(tmp_path, columns, ans
     assert "packing" not in text
 
 
-def test_both_sequences_of_pairs_are_shown_and_no_packing(tmp_path):
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "llava-hf/llava-v1.6-mistral-7b-hf"])
+def test_both_sequences_of_pairs_are_shown_and_no_packing(tmp_path, model):
     rows = [{"prompt": f"What is after {n}?", "chosen": f"{n + 1}.", "rejected": "I do not know."} for n in range(3)]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = tmp_path / "pairs.yaml"
-    spec.write_text(f"model: Qwen/Qwen3-8B\nobjective: dpo\ndataset: {{name: file, path: {path}}}\n")
+    spec.write_text(f"model: {model}\nobjective: dpo\ndataset: {{name: file, path: {path}}}\n")
     document = preview.preview(spec, [])
     assert (document["rows"], document["format"], document["tokens"]["count"]) == (3, "preference", 6)
     text = preview.as_text(document)

@@ -156,6 +156,7 @@ def test_change_of_model_drops_revision_and_path(files):
         ("train: {batch_size: [1, 2]}", ["train.batch_size: [1, 2] is a list: ", "`sweep: {axes: {KEY: [...]}}`"]),
         ("method: [lora, qlora]", ["method: ['lora', 'qlora'] is a list: ", "`sweep: {axes: {KEY: [...]}}`"]),
         ("train: [{seed: 3}]", ["train: [{'seed': 3}] is not a section"]),
+        ("optimizations: [liger]", ["optimizations: ['liger'] is not a section: give it keys (allowed: activation"]),
         ("batch_size: 8", ["batch_size: no such key; did you mean train.batch_size? (allowed: extends, recipe, sweep"]),
         ("dataset: data/my.jsonl", ["is a file: write `dataset: {name: file, path: data/my.jsonl}`"]),
         ("train: {batch_size: yes}", ["train.batch_size: True must be a number, not on/yes/true"]),

@@ -243,7 +243,7 @@ def _sentences(error: ValidationError, layers: Sequence[SpecLayer]) -> list[str]
     sentences = []
     for key, problems in by_key.items():
         what = sentence(problems, Experiment, ("extends", "recipe", "sweep"))
-        if len(key) == 1 and key != ("model",) and problems[0]["type"].startswith("model_"):
+        if len(key) == 1 and key != ("model",) and what.endswith(")") and problems[0]["type"].startswith("model_"):
             what += ", or leave it out"
         sentences.append(f"{where_set(key, layers)}: {'.'.join(key) + ': ' if key else ''}{what}")
     return sentences

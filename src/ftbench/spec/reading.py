@@ -204,7 +204,6 @@ def as_text(value: Any) -> str:
 
 _TYPES = {"int": "be a whole number, without a unit", "float": "be a number, without a unit", "string": "be a text",
           "tuple": "be a list"}  # fmt: skip
-_ONE_VALUE = ("int_type", "float_type", "string_type", "literal_error", "model_type", "model_attributes_type")
 _WORDS = {"True": "on", "False": "off"}
 
 
@@ -225,7 +224,8 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
     """
     problem = problems[0]
     kind, value, where = problem["type"], problem["input"], problem["loc"]
-    if isinstance(value, list) and value and not isinstance(value[0], dict) and kind in _ONE_VALUE and not problems[1:]:
+    swept = kind.startswith(("int_", "float_", "string_", "literal_")) or where in (("method",), ("model",))
+    if swept and extra_keys and isinstance(value, list) and value and not (isinstance(value[0], dict) or problems[1:]):
         return f"{shown(value)} is a list: a run has one value; to train several, use `sweep: {{axes: {{KEY: [...]}}}}`"
     if len(problems) > 1:
         parts = [part.removeprefix("must ").removeprefix("be ") for each in problems for part in _expected(each)]

@@ -109,8 +109,8 @@ def _for_images(spec: Experiment) -> dict[str, Any]:
 def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
     """Yield the spec with each method and each combination of optimizations in facts/ways.yaml."""
     combinations = read_facts("ways.yaml")
-    estimated = [name for name in methods if name != "unsloth" or not spec.dataset.has_images]  # see check_modelled
-    for method in estimated:
+    vision = len(methods) > 1 and shape_of(spec.model).vision  # unsloth is then not estimated (see check_modelled)
+    for method in (name for name in methods if name != "unsloth" or not vision):
         for chosen in _variants(spec, method):
             for switches in combinations["switches"] if method != "unsloth" else ({},):
                 layouts = combinations["compiled_layouts" if switches.get("compile") else "layouts"]

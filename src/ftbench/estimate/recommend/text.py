@@ -102,7 +102,7 @@ def _notes(answer: Recommendation) -> list[str]:
     lines = [f"basis of the time: {best.duration.confidence}", *_other_lengths(answer)]
     lines += [LAUNCH_BOUND] if any(option.duration.bound == "host" for option in per_gpu) else []
     if without := [gpu.name for gpu in goal.gpus if gpu not in {option.gpu for option in per_gpu}]:
-        lines.append(f"nothing fits within the limits on {units.listed(without, 5)}: --all counts the reasons")
+        lines.append(f"no variant is possible on {units.listed(without, 5)}: --all counts the reasons")
     if goal.deadline_s:
         most, own = best.duration.samples_in(goal.deadline_s), goal.spec.dataset.samples
         passes = f", {units.some(round(most.expected / own), 'pass')} over the data set" if own else ""

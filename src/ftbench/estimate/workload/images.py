@@ -50,12 +50,12 @@ class KnownSamples:
 
 
 def known_samples(spec: Experiment, vision: VisionShape, fitting: bool = True) -> KnownSamples | None:
-    """Return the samples of a spec. Return None if the samples have no images.
+    """Return the samples of a spec. Return None if the samples have no images, as for dpo and grpo.
 
     With `fitting`, return only samples of a file that fit max_length. Raise SpecError if the image sizes are unknown
     before training."""
     data = spec.dataset
-    if not data.may_have_images:
+    if not data.may_have_images or spec.objective.pairs or spec.objective.prompts:
         return None
     known = _samples(data, spec.model, replace(vision, pinpoints=_limited(spec, vision)), spec.optimizations.image_size)
     if known is None or data.path is None or not fitting:
