@@ -214,6 +214,7 @@ def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, wher
 
     try:
         made = example(named_row(row, dataset), format_name, dataset.prompt)
+        # text that no file and no tokenizer can take is an error
         json.dumps((made.messages, made.rejected, made.text), ensure_ascii=False, default=str).encode()
         return made
     except UnicodeEncodeError as error:

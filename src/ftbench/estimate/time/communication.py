@@ -21,8 +21,8 @@ COMMUNICATION, OFFLOADED, BUBBLE = "communication", "offloaded", "bubble"  # the
 HALF, FLOAT = 2, 4  # bytes per element: 2 for gathered weights and activations, 4 for weights that FSDP trains
 DDP_BUCKET = 25 * 2**20  # bytes of gradients per all-reduce (torch, bucket_cap_mb); the last bucket does not overlap
 CALL_S = 20e-6  # seconds per collective
-# Share of a step in which communication can overlap. DDP sends only in the backward pass, which takes two
-# thirds of the time. FSDP and ZeRO-3 fetch the next layer during computation.
+# Share of a step in which communication can overlap. DDP sends only in the backward pass (two thirds of the time). FSDP
+# and ZeRO-3 fetch the next layer during computation.
 _HIDES = {"ddp": 0.6}
 _HIDES_GATHERED = 0.85
 # NCCL's kernels slow down concurrent work by the first share. The second share is the wait for the slowest GPU. With

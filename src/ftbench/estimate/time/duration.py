@@ -146,10 +146,12 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     batches = [rank_batch(batch, sharding) for batch in batches_of(spec, lengths)]
     shape, work = history.work(spec, batches)
     limits, (slowdown, host_runs, host) = _limits(spec, gpu, history), host_slowdown(history, gpu)
-    wrong, known = float(read_facts("durations.yaml")["spread"][host]), history.coefficients
+    error, known = float(read_facts("durations.yaml")["spread"][host]), history.coefficients
     needed = ideal(work, replace(limits, operations=limits.operations / slowdown))
-    modelled, fast, slow = (step(needed, {**known, **{name: known[name] * factor for name in ("host", "images")}})
-                            for factor in (1.0, 1 / wrong, wrong))  # fmt: skip
+    modelled, fast, slow = (  # with the expected host, and with hosts at both ends of the range
+        step(needed, {**known, "host": known["host"] * factor, "images": known["images"] * factor})
+        for factor in (1.0, 1 / error, error)
+    )
     ranks = sharding.data * sharding.sequence  # the ranks that compute different positions
     samples, positions, real = (ranks * per_step(spec, batches, name) for name in ("samples", "positions", "real"))
     sent = traffic(spec, shape, batches)
@@ -209,8 +211,9 @@ def host_slowdown(history: RunHistory, gpu: Gpu) -> tuple[float, int, str]:
                 _, work = history.work(run.spec, batches_of(run.spec, history.lengths(run.spec)))
                 modelled = step(ideal(work, _limits(run.spec, gpu, history)), history.coefficients)
                 if modelled.host_bound and run.step_s > modelled.device:
-                    both = (each**OVERLAP - modelled.device**OVERLAP for each in (run.step_s, modelled.seconds))
-                    ratios.append((next(both) / next(both)) ** (1 / OVERLAP))
+                    real, estimated = run.step_s**OVERLAP, modelled.seconds**OVERLAP
+                    on_device = modelled.device**OVERLAP
+                    ratios.append(((real - on_device) / (estimated - on_device)) ** (1 / OVERLAP))
         history.hosts[gpu.name] = (1.0, 0, "host")
         if len(ratios) >= LEAST_HOST_RUNS:
             slowdown, factor = statistics.median(ratios), float(read_facts("durations.yaml")["spread"]["known host"])

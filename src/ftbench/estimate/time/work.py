@@ -133,7 +133,6 @@ def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, bat
     started = operations(plan, shape, batch, again) * sharding_of(spec.launch).micro
     on, equal = spec.optimizations, spec.dataset.length and not spec.dataset.has_many_image_sizes
     started *= _VARYING if plan.compiled and not (on.fixed_shape or on.packing or equal) else 1.0
-    started += _IMAGE_OPS if batch.patches else 0
     work["host"] = work.get("host", 0.0) + (_REPLAYED * started + _OUTSIDE if plan.graphed else started)
     return work
 
@@ -155,7 +154,8 @@ def _add_images(
     name = f"elementwise.{plan.kernels}"
     work[name] = work.get(name, 0.0) + batch.patches * moved * passes
     pieces = sum(batch.patches / window for window in vision.windows if window) if windowed else 0.0
-    work["host"] = _HOST_SHARE[plan.kernels] * passes * (_ENCODER_OPS * vision.layers + _WINDOW_OPS * pieces)
+    encoder = passes * (_ENCODER_OPS * vision.layers + _WINDOW_OPS * pieces)
+    work["host"] = _IMAGE_OPS + _HOST_SHARE[plan.kernels] * encoder
 
 
 def _products(

@@ -85,8 +85,10 @@ def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
         return max(values, key=counts.__getitem__)
     cards = {value: gpu.name for value in values if axis == "gpu" and (gpu := find_gpu(value))}
     fitting = [value for value in values if named.casefold() in f"{value}, {cards.get(value, '')}".casefold()]
-    if named in values or len(fitting) == 1:
-        return named if named in values else fitting[0]
+    if named in values:
+        return named
+    if len(fitting) == 1:
+        return fitting[0]
     if fitting:
         raise SpecError(f"--baseline {named}: matches {', '.join(fitting)}: write the full value")
     raise SpecError(f"--baseline {named}: not one of {', '.join(values)}{nearest(named, values)}")
