@@ -146,12 +146,10 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     batches = [rank_batch(batch, sharding) for batch in batches_of(spec, lengths)]
     shape, work = history.work(spec, batches)
     limits, (slowdown, host_runs, host) = _limits(spec, gpu, history), host_slowdown(history, gpu)
-    error, known = float(read_facts("durations.yaml")["spread"][host]), history.coefficients
+    error, known = float(read_facts("durations.yaml")["spread"][host]), dict(history.coefficients)
     needed = ideal(work, replace(limits, operations=limits.operations / slowdown))
-    modelled, fast, slow = (  # with the expected host, and with hosts at both ends of the range
-        step(needed, {**known, "host": known["host"] * factor, "images": known["images"] * factor})
-        for factor in (1.0, 1 / error, error)
-    )
+    modelled, fast, slow = (step(needed, known | {name: known[name] * factor for name in ("host", "images")})
+                            for factor in (1.0, 1 / error, error))  # fmt: skip
     ranks = sharding.data * sharding.sequence  # the ranks that compute different positions
     samples, positions, real = (ranks * per_step(spec, batches, name) for name in ("samples", "positions", "real"))
     sent = traffic(spec, shape, batches)
