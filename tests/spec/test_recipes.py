@@ -62,6 +62,8 @@ def test_recipe_sets_every_optimization(write, name):
 
 AMPERE, BLACKWELL = (8, 0), (12, 0)
 UNKNOWN = "model: {id: openai/gpt-oss-20b, weights: random}\n"
+LLAVA = VISION.replace("tiny/llava-next", "llava-hf/llava-v1.6-mistral-7b-hf")
+QWEN_VL = VISION.replace("tiny/llava-next", "Qwen/Qwen2.5-VL-3B-Instruct")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,8 @@ UNKNOWN = "model: {id: openai/gpt-oss-20b, weights: random}\n"
         (MODEL, BLACKWELL, [], "measured only on compute capability 9.0"),
         (MODEL, AMPERE, [], "measured only on compute capability 9.0"),
         (UNKNOWN, H200, [], "do not support the layers of gpt_oss"),
+        (LLAVA, H200, ["optimizations.cuda_graph=off"], None),
+        (QWEN_VL, H200, ["optimizations.cuda_graph=off"], "do not support the layers of qwen2_5_vl_text"),
         (MODEL, H200, ["launch.gpus=2", "launch.strategy=fsdp", "optimizations.fused_lora=off"], "not tested with"),
     ],
 )

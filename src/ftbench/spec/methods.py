@@ -55,6 +55,13 @@ def family(model: Model) -> str | None:
     return configuration(model).get("model_type")
 
 
+def decoder_family(model: Model) -> str | None:
+    """Return the `model_type` of the language model, such as `mistral` for LLaVA-NeXT."""
+    config = configuration(model)
+    kind: str | None = config.get("text_config", config).get("model_type")
+    return kind
+
+
 def configuration(model: Model) -> Mapping[str, Any]:
     """Return a model's configuration from `model.path` or from the table of known models. Return {} if unknown."""
     if model.path:

@@ -15,7 +15,7 @@ from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import shipped_recipes
-from ftbench.spec.methods import GPT_OSS, METHODS, family
+from ftbench.spec.methods import GPT_OSS, METHODS, decoder_family, family
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.optimizations.compute import KERNEL_FAMILIES
 
@@ -59,7 +59,7 @@ def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Itera
 
     Variants use only `methods`. With `equal_lengths`, batches have no padding, so variants that reduce padding are
     omitted. Variants with ftbench's kernels are included if the kernels support the model."""
-    seen, known = set(), shape_of(spec.model).family in KERNEL_FAMILIES
+    seen, known = set(), decoder_family(spec.model) in KERNEL_FAMILIES
     own = [spec] if spec.method.name in methods else []
     for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):
         if spec.objective.name != "sft":  # only supervised fine-tuning supports these losses

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 from ftbench.errors import SpecError
 from ftbench.families.shape import Layer, ModelShape
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.methods import Full, Lora, Qlora, Trained, Unsloth
+from ftbench.spec.methods import Full, Lora, Qlora, Trained, Unsloth, decoder_family
 from ftbench.spec.optimizations.compute import DELAYED, KERNEL_FAMILIES
 
 Loss = Literal["trl", "chunked", "liger", "unsloth", "pairs"]
@@ -138,8 +138,8 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         padded: Whether a batch has padding, or rows with several samples.
         whole: Whether each row has one sample, and all rows have the same length."""
     method, on = spec.method, spec.optimizations
-    if on.triton_kernels and model.family not in KERNEL_FAMILIES:
-        raise SpecError(f"optimizations.triton_kernels does not support {model.family}: set it to off")
+    if on.triton_kernels and (kind := decoder_family(spec.model)) not in KERNEL_FAMILIES:
+        raise SpecError(f"optimizations.triton_kernels does not support {kind}: set it to off")
     weight, autocast = DTYPE_BYTES[spec.model.dtype], spec.train.precision != "fp32"
     # peft creates float32 adapters. For a bitsandbytes model in 16-bit precision, trl casts them to bfloat16.
     half = autocast and isinstance(method, Qlora) and not method.mxfp4

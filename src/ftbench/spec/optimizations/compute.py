@@ -7,7 +7,7 @@ from pydantic import Field
 
 from ftbench.core.hardware import supports_fp8
 from ftbench.spec.base import OWN_KERNELS, OWN_LOSS, Capability, Experiment, Int, Optimization, Switch, Word
-from ftbench.spec.methods import GPT_OSS, family
+from ftbench.spec.methods import GPT_OSS, decoder_family, family
 
 _FLASH = ("flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -111,7 +111,7 @@ def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
         why.append("they were not tested with launch.strategy fsdp on a GPU")
     if spec.optimizations.liger or spec.method.name == "unsloth":
         why.append("liger and unsloth have their own kernels")
-    if (kind := family(spec.model)) not in KERNEL_FAMILIES:
+    if (kind := decoder_family(spec.model)) not in KERNEL_FAMILIES:
         why.append(f"they do not support the layers of {kind or spec.model.id}")
     return "; ".join(why) or None
 
