@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from trl import DPOConfig, DPOTrainer
 
 from ftbench.spec.experiment import Experiment
@@ -42,9 +43,10 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
             return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Return log probabilities of the reference model. Enter autocast, which accelerate enters only in training."""
+        """Return log probabilities of the reference, with autocast and float32 logits as accelerate has in training."""
         with self.accelerator.autocast():
-            return super().compute_ref_log_probs(model, {key: inputs[key] for key in inputs if key != COUNT})
+            model, inputs = convert_outputs_to_fp32(model.__call__), {at: inputs[at] for at in inputs if at != COUNT}
+            return super().compute_ref_log_probs(model, inputs)
 
     def _get_num_items_in_batch(self, batches: list[dict[str, Any]], device: Any) -> int:
         return sum(batch[COUNT].samples for batch in batches)
@@ -85,13 +87,11 @@ class PairCollator(Collator):
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         pairs = [samples_of(row) for row in rows]
         sequences = [pair[side] for side in (0, 1) for pair in pairs]
-        batch = super().__call__(
-            [{"input_ids": ids, "labels": labels, "lengths": [len(ids)]} for ids, labels in sequences]
-        )
+        alone = [{"input_ids": ids, "labels": labels, "lengths": [len(ids)]} for ids, labels in sequences]
+        batch = super().__call__(alone)
         batch["completion_mask"] = (batch.pop("labels") != IGNORE).long()
         count = batch[COUNT]
-        count.samples, count.sequences = len(rows), 2
-        count.tokens = [ids.tobytes() for pair in pairs for ids, _ in pair]
+        count.samples, count.sequences, count.tokens = len(rows), 2, [ids.tobytes() for two in pairs for ids, _ in two]
         return batch | {name: torch.tensor([float(row[name]) for row in rows]) for name in REFERENCE if name in rows[0]}
 
 
