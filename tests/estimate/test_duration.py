@@ -632,6 +632,18 @@ def test_a_plan_counts_the_energy_of_all_gpus():
     assert joules(2) > 1.9 * joules(1)
 
 
+@pytest.mark.parametrize("samples", [None, 100])
+def test_a_plan_of_runs_on_a_file_has_durations(tmp_path, samples):
+    row = json.dumps({"prompt": "Say it.", "completion": "word " * 160})
+    (tmp_path / "data.jsonl").write_text(f"{row}\n" * 300)
+    spec = spec_of(dataset={"name": "file", "path": str(tmp_path / "data.jsonl"), "samples": samples})
+    board = {"name": "NVIDIA H200", "memory_gb": 140.4}
+    _, time, wall_s = api.Predictor(board, tmp_path / "none").predict(spec)
+    assert time is not None
+    assert wall_s == pytest.approx(time.seconds_for(samples or 300).expected)
+    assert f"about {units.seconds(wall_s)} (" in (api.expectation(spec, board, tmp_path / "none") or "")
+
+
 # --- power -----------------------------------------------------------------------------------------------------------
 
 _STEPS = st.fixed_dictionaries({

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from ftbench.core.hardware import find_gpu
-from ftbench.errors import FtbenchError
+from ftbench.errors import FtbenchError, SpecError
 from ftbench.estimate.estimates import EstimateRequest, estimate
 from ftbench.estimate.memory.estimate import estimate_memory
+from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.largest import largest
 from ftbench.estimate.workload.lengths import lengths_of
 from ftbench.spec.datasets import Dataset
@@ -49,6 +50,26 @@ def test_rows_of_200_tokens_are_not_counted_as_2048_each(tmp_path):
     assert told["samples"] == 20_000
     assert told["upper_bound"] is False
     assert "4 bytes per token" in told["lengths"]
+
+
+def test_earlier_runs_on_a_file_do_not_hide_its_number_of_samples(tmp_path):
+    spec = spec_of(written(tmp_path / "data.jsonl", 300, 160))
+    histogram = {"edges": [0, 100, 200], "counts": [0, 64]}
+    described = {"tokens": {"total": 9600}, "tokens_before_truncation": {"mean": 150, "histogram": histogram}}
+    lengths = lengths_of(spec.dataset, [(spec.dataset, described)], spec.model)
+    assert (lengths.source, lengths.rows) == ("recorded by a run on file", 300)
+    assert lengths.mean == pytest.approx(150, rel=0.01)
+
+
+def test_more_samples_than_the_file_has_are_an_error(tmp_path):
+    spec = spec_of(written(tmp_path / "data.jsonl", 300, 160))
+    history = RunHistory()
+    for samples, held_out in ((290, 10), (None, 10)):
+        data = spec.dataset.model_copy(update={"samples": samples, "eval_samples": held_out})
+        assert history.with_sample_count(spec.model_copy(update={"dataset": data})).dataset.samples == 290
+    data = spec.dataset.model_copy(update={"samples": 291, "eval_samples": 10})
+    with pytest.raises(SpecError, match="has only 300 rows: too few for 291 samples and 10 to evaluate on"):
+        history.with_sample_count(spec.model_copy(update={"dataset": data}))
 
 
 def test_memory_uses_the_longest_sample_of_the_file(tmp_path):

@@ -167,6 +167,18 @@ def test_the_images_of_a_file_are_read(tmp_path: Path) -> None:
         estimate_memory(spec_of(QWEN, data | {"seed": 8}), gpu())
 
 
+def test_a_long_file_with_images_is_counted_completely(tmp_path: Path) -> None:
+    """An estimate reads every second of 5,000 rows. One of three samples is too long, and training excludes it."""
+    pillow = pytest.importorskip("PIL.Image")
+    for name, size in {"a.png": (100, 100), "b.png": (1024, 1024)}.items():
+        pillow.new("RGB", size).save(tmp_path / name)
+    rows = [{"image": "b.png" if at % 3 == 0 else "a.png", "text": "a leaf"} for at in range(5000)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {"name": "file", "path": str(tmp_path / "rows.jsonl"), "max_length": 1024}
+    samples = RunHistory().with_sample_count(spec_of(QWEN, data)).dataset.samples
+    assert samples == pytest.approx(5000 * 2 / 3, abs=5)
+
+
 def test_samples_with_too_many_image_tokens_are_excluded(tmp_path: Path) -> None:
     """A photograph with an orientation tag; images by a name of the spec's, and in messages; texts of
     parts, and a caption."""

@@ -114,6 +114,14 @@ def test_malformed_set_shows_the_syntax(problems, text):
 # --- changing method, dataset or model -------------------------------------------------------------------------------
 
 
+def test_another_dataset_keeps_what_describes_the_training(spec):
+    kept = {"samples": 32, "max_length": 64, "seed": 7, "eval_samples": 8, "loss_on": "all", "longest_first": True}
+    written = ", ".join(f"{key}: {str(value).lower()}" for key, value in kept.items())
+    data = spec(f"dataset: {{name: synthetic, length: 16, {written}}}\n", "dataset=alpaca").dataset
+    assert {key: getattr(data, key) for key in kept} == kept
+    assert (data.name, data.length) == ("alpaca", None)
+
+
 def test_change_of_method_keeps_common_options(files):
     folder = files(
         base=MODEL + "method: {name: lora, rank: 32, targets: all-linear}\n", mine="extends: base.yaml\nmethod: qlora\n"

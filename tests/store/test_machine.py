@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -69,3 +70,17 @@ def test_short_commit_keeps_the_mark_of_modified_files():
     assert machine.short("a" * 40 + "-dirty") == "a" * 12 + "-dirty"
     assert machine.short("abcd1234-dirty") == "abcd1234-dirty"
     assert machine.short(None) == "unknown"
+
+
+def test_of_two_probes_the_highest_rates_and_the_smallest_memory_count(tmp_path):
+    (tmp_path / "probe").mkdir()
+    for name, rate, total in (("a", 700, 79.2), ("b", 750, 78.5)):
+        document = {
+            "device": {"kind": "cuda"}, "machine": {"gpus": [{"name": "NVIDIA H100 80GB HBM3"}]},
+            "memory": {"copy_gbs": 4 * rate}, "products": {"bf16": {"best_tflops": rate}}, "launch_us": rate / 100,
+            "capacity": {"total_gb": total, "driver_total_gb": total + 0.5},
+        }  # fmt: skip
+        (tmp_path / "probe" / f"{name}.json").write_text(json.dumps(document))
+    assert machine.ceilings(tmp_path, "NVIDIA H100 80GB HBM3") == {
+        "tflops": {"bf16": 750}, "memory_gbs": 3000, "launch_us": 7.0, "usable_gb": 78.5, "driver_total_gb": 79.0,
+    }  # fmt: skip

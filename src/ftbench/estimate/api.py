@@ -26,6 +26,8 @@ class Predictor:
 
     def predict(self, spec: Experiment) -> tuple[MemoryEstimate | None, DurationEstimate | None, float | None]:
         """Return (memory estimate, time estimate, wall time in seconds) of a run. Unknown values are None."""
+        with suppress(FtbenchError):  # the file has too few rows
+            spec = self._history.with_sample_count(spec)
         memory = memory_on_machine(spec, self._gpu, self._history.path, self._cache)
         time = time_on_machine(spec, self._gpu, self._history)
         samples = epochs_samples(spec, time.samples) if time else None
@@ -98,8 +100,7 @@ def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Path) -> st
     parts = [f"{gibibytes(memory.device.expected)} GiB of {gibibytes(memory.total)}"] if memory else []
     if time is not None:
         samples = epochs_samples(spec, time.samples)
-        band = time.step_s if samples is None else time.seconds_for(samples)
-        each = " per step" if samples is None else ""
+        band, each = (time.step_s, " per step") if samples is None else (time.seconds_for(samples), "")
         span = f"{seconds(band.low)} to {seconds(band.high)}"
         parts.append(f"about {seconds(band.expected)}{each} ({span}; {time.confidence})")
     return f"expected: {', '.join(parts)}" if parts else None

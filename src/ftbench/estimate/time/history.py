@@ -122,12 +122,15 @@ class RunHistory:
         return self._lengths[key]
 
     def with_sample_count(self, spec: Experiment) -> Experiment:
-        """Return the spec with `dataset.samples` set. The default is `rows of the file - dataset.eval_samples`."""
-        data = spec.dataset
-        rows = self.lengths(spec).rows if data.samples is None else None
-        if rows is None:
+        """Return the spec with `dataset.samples`, by default `rows of the file - dataset.eval_samples`. Raise SpecError
+        if the file has fewer rows."""
+        data, known = spec.dataset, self.lengths(spec)
+        if known.rows is None:
             return spec
-        samples = max(1, rows - data.eval_samples)
+        samples = data.samples or max(1, known.rows - data.eval_samples)
+        if samples + data.eval_samples > known.rows and not known.patches:  # with images, `rows` is rounded
+            raise SpecError(f"dataset: {data.path or data.name} has only {known.rows:,} rows: too few for {samples:,} "
+                            f"samples and {data.eval_samples:,} to evaluate on; lower dataset.samples")  # fmt: skip
         return spec.model_copy(update={"dataset": data.model_copy(update={"samples": samples})})
 
     def work(self, spec: Experiment, batches: Sequence[Batch]) -> tuple[TrainableShape, StepWork]:
@@ -208,9 +211,7 @@ def timed_runs(
 
 
 def _newest(runs: list[RunDir]) -> list[RunDir]:
-    if len(runs) <= MOST_RUNS:
-        return runs
-    return sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:]
+    return sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:] if len(runs) > MOST_RUNS else runs
 
 
 def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun | None:

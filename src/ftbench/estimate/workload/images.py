@@ -73,7 +73,8 @@ def lengths_with_images(spec: Experiment, vision: VisionShape) -> Lengths | None
     samples = known.samples[:MOST_SAMPLES]
     tokens, labels = sum(each.length for each in samples), sum(each.labels for each in samples)
     total = sum((each.images for each in samples), NOTHING)
-    rows = None if known.exact or spec.dataset.path is None else len(known.samples)
+    counted = file_lengths(spec.dataset, spec.model) if spec.dataset.path and not known.exact else ""
+    rows = None if isinstance(counted, str) else counted.rows * len(known.samples) // len(counted.values)
     return Lengths(
         tuple(each.length for each in samples), labels / tokens, known.basis, rows=rows,
         patches=total.patches / len(samples), tiles=total.tiles / len(samples),

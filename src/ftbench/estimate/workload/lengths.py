@@ -9,7 +9,7 @@ import math
 import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
@@ -91,20 +91,19 @@ def lengths_of(
         return Lengths(_drawn(dataset, count), 1.0 / sequences, "exact: synthetic lengths")
     identity = attrgetter("name", "path", "revision")
     same = [described for other, described in recorded if identity(other) == identity(dataset)]
+    file = file_lengths(dataset, model, pairs, prompts) if dataset.name in ("file", "sample") and model else ""
+    rows = None if isinstance(file, str) else file.rows
     if same and (known := _from_histogram(same[-1], dataset)) is not None:
-        return known
+        return replace(known, rows=rows)
     if dataset.source.mean_tokens is not None:
         like = Dataset(name="synthetic", like=dataset.name, samples=MOST_SAMPLES, max_length=dataset.max_length)
         drawn = _drawn(like, min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES))
         answers = ", answers included" if prompts else ""
         return Lengths(drawn, 1.0, f"random, with the mean of {dataset.name}{answers}", upper_bound=prompts)
     why = f"the lengths of {dataset.name} are not known"
-    if dataset.name in ("file", "sample") and model is not None:
-        file = file_lengths(dataset, model, pairs, prompts)
-        if not isinstance(file, str):
-            return Lengths(shuffled(file.values, dataset, sequences), 1.0, file.source, rows=file.rows)
-        why += f" ({file})"
-    why += f": every sample counts as max_length {dataset.max_length:,}"
+    if not isinstance(file, str):
+        return Lengths(shuffled(file.values, dataset, sequences), 1.0, file.source, rows=rows)
+    why += f" ({file})" * bool(file) + f": every sample counts as max_length {dataset.max_length:,}"
     return Lengths((dataset.max_length,) * 64, 1.0, why, upper_bound=True)
 
 
