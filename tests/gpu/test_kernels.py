@@ -237,6 +237,7 @@ def test_maxima_go_from_step_to_step_and_past_evaluations():
         maxima.next_pass(model.train(training))
         found.append(one[0].item())
         one[1] = seen
+        maxima.end_pass(model)
     assert found == [0, 3, 3, 3, 4, 4, 1]
 
 

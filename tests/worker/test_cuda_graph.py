@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,6 +224,12 @@ def test_ignored_labels_add_nothing_to_loss_and_gradient():
         head.zero_grad()
         loss = chunked_loss.chunked_loss(hidden, labels, positions, head, size=4)
         loss.backward()
+        model = SimpleNamespace(
+            base_model=lambda hidden=hidden, **_: SimpleNamespace(last_hidden_state=hidden),
+            get_output_embeddings=lambda: head,
+        )
+        mean = chunked_loss._forward(None, None, 4)(model, labels=labels, label_positions=positions).loss
+        torch.testing.assert_close(mean, loss / len(carrying))
         found.append((loss.detach(), hidden.grad, head.weight.grad.clone(), head.bias.grad.clone()))
     for plain, filled in zip(*found, strict=True):
         torch.testing.assert_close(filled, plain)

@@ -372,11 +372,14 @@ def test_fast_accumulation_needs_its_recipe(monkeypatch, trained):
 def test_layers_of_one_input_share_an_8_bit_product(monkeypatch):
     """One compiled graph serves all layers except the first: three forward products instead of seven."""
     ours = model_of(kind="qwen2 (biases)", dtype=torch.bfloat16)
-    fp8.apply(ours, FP8)
     mlp = decoder_layers(ours)[1].mlp
+    mlp.up_proj.get_base_layer().weight.data *= 4  # the second layer has the largest weight
+    wide = mlp.up_proj.get_base_layer()
+    fp8.apply(ours, FP8)
     separate = [layer.get_base_layer() for layer in (mlp.gate_proj, mlp.up_proj)]
     x = torch.randn(48, 64, dtype=torch.bfloat16)
     expected = torch.cat([layer(x) for layer in separate], -1)
+    assert (expected[:, 192:] - wide(x)).norm() < 0.05 * wide(x).norm()
     fused_lora.apply(ours, FP8.model_copy(update={"train": FP8.train.model_copy(update={"precision": "bf16"})}))
     (joined,) = mlp.up_proj.group.joined
     torch.testing.assert_close(joined(x), expected, atol=0, rtol=0)

@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from conftest import spec_of
 from ftbench.core.data_formats import BadRow
 from ftbench.errors import DataError, SpecError
+from ftbench.worker.data import tokens
 from ftbench.worker.data.collate import Collator
-from ftbench.worker.data.images import read
+from ftbench.worker.data.images import SampleImages, read
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.model import loading
 from ftbench.worker.outcome import of_exception
@@ -344,6 +345,11 @@ def test_generated_pictures_have_the_requested_sizes(reads):
 def test_image_size_is_width_and_height(value):
     with pytest.raises(ValidationError, match="image_size"):
         spec_with({key: MADE[key] for key in ("name", "samples")} | {"image_size": value})
+
+
+def test_image_tokens_never_have_a_label():
+    images = SampleImages(9, (), (2,))
+    assert tokens._expand_images([5, 9, 6], [5, 9, 6], images) == ([5, 9, 9, 6], [5, IGNORE, IGNORE, 6])
 
 
 def test_images_are_not_truncated(reads, folder):

@@ -15,7 +15,7 @@ from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_columns, read_steps
 from ftbench.worker import training_run
 from ftbench.worker.measure.batch_count import COUNT, BatchCount, count_of
-from ftbench.worker.measure.hf_adapter import HfRecording
+from ftbench.worker.measure.hf_adapter import HfRecording, mean_loss
 from ftbench.worker.measure.recorder import Recorder
 from ftbench.worker.outcome import Terminated
 
@@ -214,6 +214,11 @@ def test_plain_trainer_is_recorded(trainer, recorder, tmp_path):
     assert sum(row.real_tokens for row in train) == 2 * real
     assert sum(row.label_tokens for row in train) == 2 * (real - 2 * 11)
     assert [row.padded_tokens for row in train] == [32, 32, 24, 32, 32, 24]
+
+
+def test_evaluation_is_the_mean_over_labels_or_pairs():
+    batches = [(BatchCount(labels=1, samples=3), 4.0), (BatchCount(labels=3, samples=1), 2.0), (BatchCount(), 9.0)]
+    assert (mean_loss(batches, "labels"), mean_loss(batches, "samples")) == (2.5, 3.5)
 
 
 def test_evaluations_are_separate_rows(trainer, recorder, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig
+from transformers import AttentionInterface, AutoConfig
 from transformers import AutoModelForCausalLM as Model
 
 from conftest import spec_of
@@ -73,6 +73,24 @@ def test_loss_and_gradients_equal_transformers(kernels, family, fused):
     kernels.apply(ours, ON)
     assert kernels.verify(ours, ON) == []
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-6, rtol=1e-5)
+
+
+def test_attention_gets_the_arguments_of_transformers(kernels):
+    calls = []
+
+    def attend(module, query, key, value, mask, **options):
+        calls.append({name: options[name] for name in ("dropout", "scaling", "sliding_window")})
+        return value.repeat_interleave(3, 1).transpose(1, 2), None
+
+    AttentionInterface.register("spied", attend)
+    plain, ours = (model_of("mistral", sliding_window=3, attention_dropout=0.25) for _ in range(2))
+    kernels.apply(ours, ON)
+    for model in (plain, ours):
+        model.set_attn_implementation("spied")
+        for training in (True, False):
+            model.train(training)(input_ids=IDS)
+    assert calls[: len(calls) // 2] == calls[len(calls) // 2 :]
+    assert {(call["dropout"], call["sliding_window"]) for call in calls} == {(0.25, 3), (0.0, 3)}
 
 
 def test_disabled_adapters_leave_the_base_model(kernels):
@@ -212,10 +230,12 @@ def test_fused_8_bit_mlp_learns_the_same_as_its_parts(kernels, in_torch, monkeyp
         model.zero_grad()
         for group in groups:
             group.refresh()
+            group.joined[0].maxima.zero_()
         given = x.clone().requires_grad_()
         made = mlp(given)
         made.backward(dy)
         found.append([made, given.grad, *(part.grad.clone() for group in groups for part in group.adapters())])
+        found[-1] += [group.joined[0].maxima.clone() for group in groups]
     for mine, theirs in zip(*found, strict=True):
         assert (mine.float() - theirs.float()).norm() < 0.05 * theirs.float().norm()
 
