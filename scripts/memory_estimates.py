@@ -323,7 +323,7 @@ def main() -> None:
     ended = [run for run in runs if not run.fits]
     verdicts = [f"| {run.name} | {run.estimate(known).verdict} |" for run in ended]
     wrong, measured_strategies = false_fits(runs, known), ", ".join(known.strategies) or "none"
-    page = f"""# How far `ftbench estimate` is off
+    page = f"""# Errors of memory estimates
 
 `scripts/memory_estimates.py` writes this page from the committed runs in `results/h200`, without the [text
 study](founding-text.md) and the [image study](founding-images.md). Each estimate uses the batch shape that the run
@@ -336,7 +336,7 @@ code explains. The runs in `results/h200/grid` (`scripts/studies/grid`) were est
 terms were corrected after a comparison with fitted runs: 8-bit optimizer states of embeddings, activations in host
 memory, and the logits of small batches (`results/h200/launch-bound`).
 
-This page excludes {some(len(older), "older run")}: {", ".join(older)}. In the excluded runs, the chunked loss computed
+This page excludes {some(len(older), "older run")}: {", ".join(older)}. In these runs, the chunked loss computed
 the logits twice (`chunked (ftbench)` in applied.json). The current chunked loss computes the logits once. Another older
 run with `chunked_loss`, {PROFILED}, kept the gradient of one chunk together with the logits of the next chunk (0.58 GiB
 with 2,048 tokens of Qwen3). The estimate of this run is too low by 0.58 GiB.

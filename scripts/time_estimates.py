@@ -45,25 +45,25 @@ DOUBT = 0.35  # spread of the log of a coefficient around its prior
 ROUNDS = 12
 LEAST_MODELS = 3
 GPUS = {gpu.name: gpu for gpu in gpus()}
-HEAD = """# How far the time of `ftbench estimate` is off
+HEAD = """# Errors of time estimates
 
 `scripts/time_estimates.py --write` writes this page from the committed runs in `results/h200` and
 `results/h100/records`. The page includes runs with at least five steady steps. Runs with fewer steps are included if
 their step times agree within 5 % (coefficient of variation). For the estimate of a run, the coefficients are fitted to
 other runs, without any run of the same step. Runs on several GPUs have a separate table and do not change the
 coefficients. The fit excludes the runs of the [text study](founding-text.md) and of the [image
-study](founding-images.md). The text study shows how accurate estimates are on other hosts, but the exponent 3 and
-`attention.masked` were chosen with it. This page excludes runs of other frameworks, runs on shared GPUs, and runs of
-older code. The older code computed the logits of the chunked loss twice, or ran ZeRO-3 without prefetching. The
-excluded ZeRO-3 run (`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the estimated time. Estimates of
-ZeRO have a wider range, because their formulas come from two runs.
+study](founding-images.md). The text study shows how accurate estimates are on other hosts. But two values were chosen
+with this study: the exponent 3 (see below) and the coefficient `attention.masked`. This page excludes runs of other
+frameworks, runs on shared GPUs, and runs of older code. The older code computed the logits of the chunked loss twice,
+or ran ZeRO-3 without prefetching. The excluded ZeRO-3 run (`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5
+times the estimated time. Estimates of ZeRO have a wider range, because their formulas come from two runs.
 
-While the GPU computes, Python code on the CPU (the *host*) starts the next kernels. The slower of GPU and host mainly
-determines the time of a step: `(GPU time^3 + host time^3)^(1/3)`. The time of the GPU is a sum of terms. Each term is
-`coefficient * FLOPs / rate of large matrix products`, or `coefficient * bytes / memory bandwidth`. In the table,
-"value" is the coefficient after the fit, and "without runs" is the coefficient before the fit. "runs" counts the runs
-in which the term takes at least 5 % of the step. The rates of a GPU come from `ftbench probe`. Without a probe, the
-rates come from publications or from the data sheet. A range includes faster and slower hosts.
+While the GPU computes, Python code on the CPU (the *host*) starts the next kernels. The time of a step is
+`(GPU time^3 + host time^3)^(1/3)`, so the slower of the two mainly determines it. The time of the GPU is a sum of
+terms. Each term is `coefficient * FLOPs / rate of large matrix products`, or `coefficient * bytes / memory bandwidth`.
+In the table, "value" is the coefficient after the fit, and "without runs" is the coefficient before the fit. "runs"
+counts the runs in which the term takes at least 5 % of the step. The rates of a GPU come from `ftbench probe`. Without
+a probe, the rates come from publications or from the data sheet. A range includes faster and slower hosts.
 
 """
 FACTS_HEAD = """\

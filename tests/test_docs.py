@@ -207,13 +207,15 @@ def test_the_page_on_estimates_states_the_ranges_of_the_time():
     text = " ".join((ROOT / "docs/explanation/estimates.md").read_text("utf-8").split())
     spreads = read_facts("durations.yaml")["spread"]
     gpu, host, known = ([spreads[key], spreads[key] * SHEET_SPREAD] for key in ("GPU", "host", "known host"))
-    assert "`data sheet` are 5 %, {:.0f} % and {:.0f} %".format(*(100 * factor - 100 for factor in gpu)) in text
-    assert "divided by {:.1f} ({:.1f}) to".format(*host) in text
-    assert "times {:.1f} ({:.1f}), because CPUs differ".format(*host) in text
+    formula, sheet = (f"{100 * factor - 100:.0f} %" for factor in gpu)
+    assert f"5 % (`measured`), {formula} (`formula`) and {sheet} (`data sheet`)" in text
+    assert "a factor of {:.1f} (`formula`) or {:.1f} (`data sheet`)".format(*host) in text
     assert "factors are {:.1f} and {:.1f}.".format(*known) in text
     page = (ROOT / "docs/evidence/time-estimates.md").read_text("utf-8")
     before, after = re.findall(r"hosts \(median error ([\d.]+) %|launch-bound estimates is ([\d.]+) %", page)
     assert f"from {float(before[0]):.0f} % to {float(after[1]):.0f} %" in text
+    covered = re.search(r"contain ([\d.]+) % of the runs of this model", page)
+    assert f"They contain {float(covered[1]):.0f} % of the times of these runs." in text
     memory = (ROOT / "docs/evidence/memory-estimates.md").read_text("utf-8")
     inside = sorted(float(each) for each in re.findall(r"^\| held out .* ([\d.]+) % \|$", memory, re.MULTILINE))
     assert f"They contain {inside[0]:.0f} to {inside[-1]:.0f} % of" in text

@@ -213,7 +213,7 @@ def test_optimizations_do_not_change_dpo(train_here, compiler, switches, objecti
         (PAIRS, {"name": "sft"}, "the rows are preference pairs: set objective to dpo.*completion: chosen"),
         ([*PAIRS, PAIRS[0] | {"rejected": PAIRS[0]["chosen"]}], DPO, "line 13: `chosen` and `rejected` are equal"),
         ([*PAIRS, {"prompt": "a", "chosen": "b", "rejected": None}], DPO, "line 13.*`rejected` is missing"),
-        ([PAIRS[0] | {"chosen": [{"role": "user", "content": "q"}]}], DPO, "no message of the assistant"),
+        ([PAIRS[0] | {"chosen": [{"role": "user", "content": "q"}]}], DPO, "no message has the role assistant"),
     ],
     ids=["no pairs", "pairs for sft", "the same answers", "a missing answer", "no answer"],
 )

@@ -261,8 +261,8 @@ def broken(folder):
         ({"image": {"path": None, "bytes": None}}, "an image is empty"),
         ({"image": {"path": 5}}, "an image must be a path or bytes, not int"),
         ({"images": []}, "has no image"),
-        ({"image": "a.png", "question": "<image> or <image>?"}, "2 places for images, but the row has 1 image"),
-        ({"images": ["a.png", "b.png"], "question": "<image>?"}, "1 place for images, but the row has 2 images"),
+        ({"image": "a.png", "question": "<image> or <image>?"}, "2 markers for images, but the row has 1 image"),
+        ({"images": ["a.png", "b.png"], "question": "<image>?"}, "1 marker for images, but the row has 2 images"),
         ({"image": "a.png", "text": "an <image>"}, "an answer contains an image"),
     ],
 )

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ftbench.estimate.recommend.request import RecommendRequest
 
 GpuNames = Annotated[
-    list[str] | None, typer.Option("--gpu", help="4090, or several: 4090,L40S, or all (default: this machine's)")
+    list[str] | None, typer.Option("--gpu", help="GPUs: 4090, or 4090,L40S, or all (default: this machine's)")
 ]
 
 
@@ -64,9 +64,7 @@ def estimate(
             CLUSTER, "how GPUs share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp, pp, pp+fsdp, ...; or all"
         ),
     ] = None,
-    check: Annotated[
-        bool, of(ADVANCED, "exit code: 0 fits, 1 uncertain, 2 does not fit (best GPU)", "--check")
-    ] = False,
+    check: Annotated[bool, of(ADVANCED, "set the exit code: 0 fits, 1 uncertain, 2 does not fit", "--check")] = False,
     prices: Prices = None,
     store: Store = Path("results"),
     as_json: Json = False,
@@ -114,9 +112,7 @@ def recommend(
     ] = None,
     output: Output = None,
     force: Overwrite = False,
-    every: Annotated[
-        bool, of(ADVANCED, "list all candidates, with the reasons against rejected ones", "--all")
-    ] = False,
+    every: Annotated[bool, of(ADVANCED, "list all variants, and the reasons for rejected variants", "--all")] = False,
     prices: Prices = None,
     store: Store = Path("results"),
     as_json: Json = False,
@@ -150,7 +146,7 @@ def _recommend(request: RecommendRequest, force: bool, as_json: bool = False, ev
 def init(
     model: Annotated[Path | None, typer.Argument(help="the model: Qwen/Qwen3-8B, or a local folder")] = None,
     dataset: Annotated[
-        str | None, typer.Option(help="file of samples, data set, or mean tokens of a sample", metavar="FILE")
+        str | None, typer.Option(help="file of samples, data set, or mean tokens per sample", metavar="FILE")
     ] = None,
     gpu: GpuNames = None,
     samples: Annotated[int | None, typer.Option(help="number of samples to train on")] = None,

@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from ftbench.sweep.sweep import Ready
 
 Gpus = Annotated[str | None, of(CLUSTER, "run one cell at a time on each of these GPUs", "--gpu-ids", metavar="0,1")]
-On = Annotated[str | None, of(CLUSTER, "a cluster: slurm (with slurm.yaml), ray or ray://host:port", metavar="slurm")]
+On = Annotated[str | None, of(CLUSTER, "cluster: slurm (with slurm.yaml), ray or ray://host:port", metavar="slurm")]
 
 
 @command()
 def sweep(
     spec: Annotated[
-        Path | None, typer.Argument(help="YAML file with a `sweep:` section; or a model or file with axes below")
+        Path | None, typer.Argument(help="YAML file with a `sweep:` section; or a file or model and options below")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="values of the axis method", metavar="lora,qlora")] = None,
-    batch_size: Annotated[str | None, typer.Option(help="values of the axis train.batch_size", metavar="1,2,4")] = None,
+    method: Annotated[str | None, typer.Option(help="methods to train", metavar="lora,qlora")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="batch sizes to train", metavar="1,2,4")] = None,
     until_oom: Annotated[bool, typer.Option("--until-oom", help="find the largest batch that fits")] = False,
     sets: Sets = None,
     dry_run: DryRun = False,
-    axis: Annotated[list[str] | None, of(ADVANCED, "another key and its values", metavar="KEY=V,V")] = None,
+    axis: Annotated[list[str] | None, of(ADVANCED, "another key of the spec and its values", metavar="KEY=V,V")] = None,
     repeats: Annotated[int | None, of(ADVANCED, "interleaved runs per cell: measure.repeats")] = None,
     time_budget: TimeBudget = None,
     out: Out = Path("results"),
-    status: Annotated[Path | None, of(OUTPUT, "show the progress of a sweep", metavar="DIR")] = None,
+    status: Annotated[Path | None, of(OUTPUT, "show the progress of the sweep in DIR", metavar="DIR")] = None,
     gpus: Gpus = None,
     on: On = None,
     retry_failed: RetryFailed = False,
@@ -59,7 +59,7 @@ def sweep(
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Run every cell of a grid, each in a separate process. A sweep resumes where it stopped."""
+    """Train every cell of a grid, each in a separate process. The same command resumes an interrupted sweep."""
     from ftbench.sweep import sweep as command
 
     if status is not None or spec is None:

@@ -29,25 +29,25 @@ from ftbench.core import units
 def report(
     paths: Runs,
     answers: Annotated[bool, typer.Option("--answers", help="add other groups, energy, samples per night")] = False,
-    compare: Annotated[str | None, typer.Option(help="compare runs along this axis", metavar="AXIS")] = None,
+    compare: Annotated[str | None, typer.Option(help="compare runs by this setting", metavar="AXIS")] = None,
     where: Annotated[
-        list[str] | None, typer.Option(help="only matching runs: method=lora, rank=8,16", metavar="KEY=VALUE")
+        list[str] | None, typer.Option(help="only runs with these values: method=lora, rank=8,16", metavar="KEY=VALUE")
     ] = None,
-    sort: Annotated[str | None, typer.Option(help="sort by: tokens/s; reversed: -tokens/s", metavar="COLUMN")] = None,
-    prices: Annotated[Path | None, typer.Option(help="prices of GPUs: adds energy and money", metavar="FILE")] = None,
+    sort: Annotated[str | None, typer.Option(help="sort rows: tokens/s; reversed: -tokens/s", metavar="COLUMN")] = None,
+    prices: Annotated[Path | None, typer.Option(help="prices of GPUs: adds energy and cost", metavar="FILE")] = None,
     output: Output = None,
     force: Overwrite = False,
     format: Annotated[
         str | None, of(OUTPUT, "table, md, csv, json or html; by default from the suffix of -o", "--format")
     ] = None,
     wide: Wide = False,
-    baseline: Annotated[str | None, of(ADVANCED, "with --compare: value of the axis that is the baseline")] = None,
-    rows: Annotated[str, of(ADVANCED, "each: one row per run; merge: one row per spec and GPU")] = "auto",
+    baseline: Annotated[str | None, of(ADVANCED, "with --compare: the value to compare with: lora")] = None,
+    rows: Annotated[str, of(ADVANCED, "each: one row per run; merge: one row for all repeats")] = "auto",
     hours: Annotated[float | None, of(ADVANCED, "with --answers or --prices: length of a night in hours (8)")] = None,
     against: Annotated[Path | None, of(ADVANCED, "earlier runs to compare with; exit code 1 on regression")] = None,
     fail_above: Annotated[str | None, of(ADVANCED, "with --against: largest allowed regression (5%)")] = None,
 ) -> None:
-    """Compare runs in one table. `--compare gpu|method|batch|optimization|recipe|KEY` compares along one axis."""
+    """Compare runs in one table. `--compare gpu|method|batch|optimization|recipe|KEY` selects the compared setting."""
     from ftbench.core.table import show_in_full
     from ftbench.report import build, formats
 
@@ -65,7 +65,7 @@ def report(
 
 @command()
 def show(
-    run: Annotated[str, typer.Argument(help="folder, id or a part of it, or number in `report`")],
+    run: Annotated[str, typer.Argument(help="the run: its number in `report`, its folder, or a part of its id")],
     paths: Annotated[list[Path] | None, typer.Argument(help="folders of the runs (default: results)")] = None,
     wide: Wide = False,
     as_json: Json = False,
@@ -80,7 +80,7 @@ def show(
 @command()
 def bundle(
     paths: Runs,
-    output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: x.tar.zst")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: runs.tar.zst")],
     force: Overwrite = False,
 ) -> None:
     """Pack runs into one file for other people. The file does not contain weights, adapters, logs or secrets."""
@@ -108,14 +108,14 @@ def verify(
 
 @command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="trainer_state.json, or a seven-column CSV")],
+    file: Annotated[Path, typer.Argument(help="trainer_state.json, or a CSV with steps and times")],
     name: Annotated[str, typer.Option(help="name of the experiment: the folder below --out")],
     model: Annotated[str, typer.Option(help="the trained model: Qwen/Qwen3-8B")],
     method: Annotated[str, typer.Option(help="a method of `ftbench list methods`")],
-    gpu: Annotated[str, typer.Option(help="the driver's name of the GPU: NVIDIA H200; or cpu")],
+    gpu: Annotated[str, typer.Option(help="the GPU as nvidia-smi names it: NVIDIA H200; or cpu")],
     batch_size: Annotated[
         int | None,
-        of(ADVANCED, "samples per forward pass, if the file lacks it", min=1, max=10**6),
+        of(ADVANCED, "samples per forward pass, if the file does not have it", min=1, max=10**6),
     ] = None,
     accumulation: Annotated[
         int,

@@ -108,35 +108,35 @@ def _interval(text: str) -> float:
 Spec = Annotated[
     Path, typer.Argument(help="a model (Qwen/Qwen3-8B, or a local folder), or a YAML file that describes the training")
 ]
-Recipe = Annotated[str | None, typer.Option(help="optimizations: fastest, small … (`ftbench list recipes`)")]
+Recipe = Annotated[str | None, typer.Option(help="recipe of optimizations: fastest, small … (`ftbench list recipes`)")]
 Data = Annotated[
     str | None,
     typer.Option("--dataset", help="your file of samples, or one of `ftbench list datasets`", metavar="FILE"),
 ]
-Length = Annotated[int | None, typer.Option(help="without data: mean number of tokens of a sample")]
+Length = Annotated[int | None, typer.Option(help="mean tokens per sample, if there is no --dataset")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
 Runs = Annotated[list[Path], typer.Argument(help="run directories, folders with runs, or bundles")]
 Out = Annotated[Path, of(OUTPUT, "folder of the results", "--out")]
 Output = Annotated[Path | None, of(OUTPUT, "write to this file", "-o", "--output")]
 Overwrite = Annotated[bool, of(OUTPUT, "overwrite the file of -o without asking", "--force")]
-Prices = Annotated[Path | None, of(INPUT, "prices of GPUs: adds energy and money", metavar="FILE")]
-Store = Annotated[Path, of(INPUT, "folder with runs and probes to learn from")]
+Prices = Annotated[Path | None, of(INPUT, "file with prices of GPUs: adds energy and cost", metavar="FILE")]
+Store = Annotated[Path, of(INPUT, "folder with earlier runs and probes, used for estimates")]
 Wide = Annotated[
     bool,
     of(OUTPUT, "print all columns, whatever the terminal's width", "--wide", callback=_set_width, is_eager=True),
 ]  # fmt: skip
 LogEvery = Annotated[
-    Any, of(OUTPUT, "interval of progress lines without a terminal, or off", metavar="60s", parser=_interval)
+    Any, of(OUTPUT, "interval of progress lines if stderr is not a terminal, or off", metavar="60s", parser=_interval)
 ]  # fmt: skip
 Yes = Annotated[bool, of(OUTPUT, "start without asking, even if the run is likely to fail", "--yes")]
 Json = Annotated[bool, of(OUTPUT, "print one JSON document", "--json")]
 # Options of all commands that run a plan.
 TimeBudget = Annotated[
-    Any, of(ADVANCED, "start no run that would end later than this", "--time-budget", metavar="8h", parser=_budget)
+    Any, of(ADVANCED, "do not start runs that would end later", "--time-budget", metavar="8h", parser=_budget)
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs, their commands and durations; run nothing")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="only list the runs, their commands and durations")]
 RetryFailed = Annotated[bool, of(ADVANCED, "repeat runs that failed or timed out", "--retry-failed")]
-Force = Annotated[bool, of(ADVANCED, "repeat all runs, archive the earlier ones", "--force")]
+Force = Annotated[bool, of(ADVANCED, "repeat all runs and archive the earlier runs", "--force")]
 
 
 def current_options(arguments: list[str]) -> list[str]:

@@ -143,7 +143,7 @@ def _answered(row: dict[str, Any], column: str) -> tuple[dict[str, Any], ...]:
         answer = [*prompt, *answer]
     messages = _dialogue(row, answer).messages
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise BadRow(f"`{column}` does not end with an answer of the assistant to a prompt")
+        raise BadRow(f"`{column}` must contain a prompt, and end with an answer of the assistant")
     if any(not isinstance(message["content"], str) for message in messages):
         raise BadRow(f"`{column}` contains images; preference pairs must be text")
     return messages
@@ -171,7 +171,7 @@ def _images(row: dict[str, Any]) -> list[Any] | None:
 def _dialogue(row: dict[str, Any], turns: list[Any], images: list[Any] | None = None) -> Example:
     """Convert messages to an Example. Without image markers, images come before the first text of the user."""
     if row.get("tools") not in (None, "", "[]", []):
-        raise BadRow("`tools` is not supported: write the tools into a message of the system")
+        raise BadRow("`tools` is not supported: write the tools into a system message")
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):
@@ -187,7 +187,7 @@ def _dialogue(row: dict[str, Any], turns: list[Any], images: list[Any] | None = 
             raise BadRow(f"message {number} has no text")
         messages.append({"role": role, "content": parts})
     if not any(message["role"] == "assistant" for message in messages):
-        raise BadRow("there is no message of the assistant")
+        raise BadRow("no message has the role assistant")
     return _with_images(messages, images)
 
 
@@ -201,7 +201,7 @@ def _parts(content: Any, marked: bool) -> list[dict[str, Any]]:
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("image", "text") or (kind == "text" and not isinstance(part.get("text"), str)):
-            raise BadRow(f"a part of a message is neither text nor image: {str(part)[:60]!r}")
+            raise BadRow(f"a part of a message must have the type text or image: {str(part)[:60]!r}")
     return [dict(part) for part in parts]
 
 
@@ -215,7 +215,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any] | None) -> Ex
         first["content"][:0] = [{"type": "image"}] * len(given)
         own = given + own
     elif missing != len(given):
-        raise BadRow(f"the text has {some(missing, 'place')} for images, but the row has {some(len(given), 'image')}")
+        raise BadRow(f"the text has {some(missing, 'marker')} for images, but the row has {some(len(given), 'image')}")
     else:
         own = [given.pop(0) if image is None else image for image in own]
     if images is not None and not own:
@@ -229,7 +229,7 @@ def _joined(message: dict[str, Any]) -> str | list[dict[str, Any]]:
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     if message["role"] == "assistant":
-        raise BadRow("an answer contains an image: only prompts can")
+        raise BadRow("an answer contains an image: move it into the prompt")
     return [{"type": "image"} if part["type"] == "image" else {"type": "text", "text": part["text"]} for part in parts]
 
 

@@ -179,7 +179,7 @@ def gpu(facts: Facts) -> list[Finding]:
         hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
         reason = (
             f"CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
-            else "no NVIDIA driver answers: install it, restart after an update, or use a container with --gpus all"
+            else "no NVIDIA driver found: install it, reboot after an update, or start the container with --gpus all"
         )  # fmt: skip
         answers = {"GPU": ("n/a", f"no GPU, runs measure the CPU: {reason}")}
     return [Finding(GPU, name, *answer) for name, answer in answers.items() if answer]
@@ -190,7 +190,7 @@ def _card(facts: Facts) -> Answer:
     size = f", {units.gibibytes(card['memory_gb'])} GiB" if card["memory_gb"] else ""
     title = f"{card['name']}{size}" + (f", compute capability {capability[0]}.{capability[1]}" if capability else "")
     if card["mig"] or "MIG" in (card["name"] or ""):
-        return "warn", f"{title}; it is split into MIG instances: compare only with the same profile"
+        return "warn", f"{title}; it is split into MIG instances: compare only runs with the same MIG profile"
     if find_gpu(card["name"] or "") is not None:
         return "ok", title
     return "warn", f"{title}; it is not in ftbench's table, so MFU stays empty: measure its limits with `ftbench probe`"
@@ -200,8 +200,8 @@ def _moved_memory(facts: Facts) -> Answer | None:
     if "microsoft" not in facts.kernel.lower():
         return None
     return "warn", (
-        "the Windows driver moves what does not fit into system memory, and a run gets many times slower instead of "
-        "running out: set CUDA - Sysmem Fallback Policy to Prefer No Sysmem Fallback in NVIDIA's control panel"
+        "if GPU memory is full, the Windows driver uses system memory, and a run becomes many times slower instead of "
+        "failing: set CUDA - Sysmem Fallback Policy to Prefer No Sysmem Fallback in NVIDIA's control panel"
     )
 
 
@@ -209,11 +209,11 @@ def _other_processes(facts: Facts) -> Answer:
     others, used = facts.gpu["foreign_processes"], facts.gpu["memory_used_before_gb"]
     if not is_free(facts.gpu):
         return "warn", (
-            f"{units.some(others or 0, 'process')} of others, {units.gibibytes(used or 0)} GiB in use: stop them "
+            f"{units.some(others or 0, 'other process')}, {units.gibibytes(used or 0)} GiB in use: stop them "
             "(see nvidia-smi), otherwise measurements are not valid"
         )
     if others is None and used is None:
-        return "n/a", "the driver does not report them; make sure that the GPU is free"
+        return "n/a", "the driver does not report other processes; make sure that the GPU is free"
     return "ok", "none"
 
 

@@ -90,7 +90,7 @@ def _estimated(spec: Experiment, target: Target, history: RunHistory, memory_cac
     most = memory_cache.largest_batch(spec, target.gpu)
     row = GpuEstimate(target.name, memory, most)
     if not isinstance(target.gpu, Gpu):
-        return replace(row, reason="not known for this GPU: name a similar one of `ftbench list gpus` with --gpu")
+        return replace(row, reason="not known for this GPU: use --gpu with a similar GPU of `ftbench list gpus`")
     try:
         return replace(row, time=estimate_duration(spec, target.gpu, history))
     except SpecError as error:
@@ -150,7 +150,7 @@ def _alternative(
         return "Name a GPU with --gpu to get settings that fit.", None
     best = ranking.alternative(spec, target.gpu, history)
     if best is None:
-        return "`ftbench recommend` knows no batch, optimization or method that certainly fits.", None
+        return "`ftbench recommend` did not find a batch, optimization or method that certainly fits.", None
     memory, command = best.memory, spec_file.run_command(request.spec, sets, best.spec)
     where = "" if request.gpu is None or len(gpus_named(request.gpu)) == 1 else f" on {target.name}"
     needed = f"{gibibytes(memory.device.expected)} of {gibibytes(memory.total)} GiB{where}"

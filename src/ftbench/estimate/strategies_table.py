@@ -11,7 +11,7 @@ from ftbench.core.table import folded, text_table
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import SHARDED_SPREAD, MemoryEstimate, constants, estimate_memory
 from ftbench.estimate.memory.largest_batch import with_batch
-from ftbench.estimate.recommend.candidates import Way
+from ftbench.estimate.recommend.candidates import Candidate
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.model import shape_of
@@ -40,20 +40,20 @@ def rows(spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, total
     mesh, table = {"tp+fsdp": 2 * (spec.launch.tp or 1)}, list[Row]()
     pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts(most)[1:]
                             if count >= max(fewest(strategy), mesh.get(strategy, 2)))]  # fmt: skip
-    single = Way(on_gpus(spec, 1, "none"))
+    single = Candidate(on_gpus(spec, 1, "none"))
     for strategy, count in pairs:
         known = strategies.STRATEGIES.get(strategy)
         offload = spec.launch.offload if known and spec.launch.offload in known.offloads else "none"
-        way, time = single.on(on_gpus(spec, count, strategy, offload).launch), None
-        unit = way.spec.launch.micro_batches or 1
-        way = Way(with_batch(way.spec, unit * -(-spec.train.batch_size // unit)), way.problems)
-        if why := problem(shape_of(spec.model), way.spec.launch):
-            table.append(Row(way.spec.launch, None, None, (why,)))
+        variant, time = single.on(on_gpus(spec, count, strategy, offload).launch), None
+        unit = variant.spec.launch.micro_batches or 1
+        variant = Candidate(with_batch(variant.spec, unit * -(-spec.train.batch_size // unit)), variant.problems)
+        if why := problem(shape_of(spec.model), variant.spec.launch):
+            table.append(Row(variant.spec.launch, None, None, (why,)))
             continue
         if isinstance(gpu, Gpu):
             with suppress(SpecError):  # the time is not known, but the memory is
-                time = estimate_duration(way.spec, gpu, store)
-        table.append(Row(way.spec.launch, estimate_memory(way.spec, gpu, total=total), time, way.problems))
+                time = estimate_duration(variant.spec, gpu, store)
+        table.append(Row(variant.spec.launch, estimate_memory(variant.spec, gpu, total=total), time, variant.problems))
     return table
 
 

@@ -96,7 +96,7 @@ def _summary(spec: Experiment, row: GpuEstimate, scope: Scope) -> str:
     """Return a text table with memory, largest batch, time and cost on one GPU."""
     memory, time = row.memory, row.time
     lines = [
-        ("memory", f"{_band(memory.device, gibibytes, ' GiB')} as nvidia-smi counts; {row.name} has "
+        ("memory", f"{_band(memory.device, gibibytes, ' GiB')} as nvidia-smi shows; {row.name} has "
                    f"{memory.capacity.words}"),
         ("batch", f"largest that fits: {_largest(spec, row.largest) or 'none, even batch 1 may not fit'}"),
     ]  # fmt: skip
@@ -126,7 +126,7 @@ def _memory_details(memory: MemoryEstimate) -> str:
     tiers = [(tier, *map(gibibytes, astuple(getattr(memory, tier)))) for tier in ("allocated", "reserved", "device")]
     lines = [
         text_table(["GiB", ">low", ">expected", ">high"], tiers), "",
-        folded(f"heaviest batch: {count} x {length:,} positions ({memory.basis})"),
+        folded(f"largest batch of the run: {count} x {length:,} tokens with padding ({memory.basis})"),
         *([f"stages: {', '.join(map(gibibytes, memory.stages))} GiB; the largest:"] if memory.stages else []),
         f"peak: {memory.peak_phase}, mostly {memory.peak_term}", _bars(memory.parts),
         *([f"host memory: about {gibibytes(memory.host)} GiB"] if memory.host > HOST else []),
@@ -177,14 +177,14 @@ def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
         f"mean sample length: {units.rate(each.mean_tokens)} tokens ({each.lengths}); it determines samples/h and costs"
         for each in known
     ]
-    notes.append("GiB: device memory, as nvidia-smi counts. For a process: the memory that CUDA gives one process" + (
+    notes.append("GiB: device memory, as nvidia-smi shows. For a process: the memory that CUDA gives one process" + (
         f", less {gibibytes(margin)} GiB for a display" if margin else ""))  # fmt: skip
     if MEASURED in (bases := {time.basis for time in known}) and len(bases) > 1:
         notes.append("Measured rows come from your runs, others from formulas. Ignore differences within the ranges.")
     if any(time.bound == "host" for time in known):
         notes.append(LAUNCH_BOUND)
     if any(row.memory.verdict == VERDICTS[-1] and row.time for row in rows):
-        notes.append("The times of GPUs on which the spec does not fit assume more memory.")
+        notes.append("If a spec does not fit on a GPU, its time is that of such a GPU with more memory.")
     return "\n".join([table, *map(folded, dict.fromkeys((*_unknown(rows), *notes)))])
 
 

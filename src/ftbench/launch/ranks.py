@@ -58,7 +58,7 @@ def too_many(spec: Experiment, described: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"launch.gpus: {ranks} GPUs requested, but this run sees {available} (`nvidia-smi -L` lists those of the "
-        "machine, CUDA_VISIBLE_DEVICES limits them, `ftbench sweep --gpu-ids` gives each run one): lower it, or try "
+        "machine, CUDA_VISIBLE_DEVICES limits them, `ftbench sweep --gpu-ids` gives each run one): use fewer, or try "
         "the strategy on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
     ]
 

@@ -67,7 +67,7 @@ DATASETS: dict[str, Source] = {
         image_size=(500, 500),
     ),
     "file": Source(
-        "your JSON, JSONL, CSV or Parquet file (`path`), or a folder of images with one such file that names them"
+        "your JSON, JSONL, CSV or Parquet file (`path`), or a folder with images and one such file that lists them"
     ),
     "images": Source("generated images of a given size (`image_size`) and tokens; no download"),
     "synthetic": Source(
@@ -105,7 +105,7 @@ class Dataset(Part):
     columns: dict[Role, str] = Field(
         {}, description="role → column, if your columns have other names: {prompt: question, completion: answer}"
     )
-    prompt: str = Field("Describe", min_length=1, description="question about an image if no column has one")
+    prompt: str = Field("Describe", min_length=1, description="question about the image, if the rows have no question")
     image_size: tuple[Side, Side] | None = Field(
         None, description="images: width and height in pixels, or their mean size"
     )

@@ -76,7 +76,7 @@ class Train(OlderPart):
     max_steps: Int | None = Field(None, ge=1, description="stop after this many optimizer steps")
     learning_rate: Float = Field(2e-4, gt=0, le=10)
     lr_scheduler: Literal["constant", "linear", "cosine", "constant_with_warmup"] = "linear"
-    warmup_steps: Int = Field(0, ge=0, description="steps in which the learning rate rises")
+    warmup_steps: Int = Field(0, ge=0, description="number of steps in which the learning rate rises from 0")
     weight_decay: Float = Field(0.0, ge=0, le=10)
     optimizer: Literal[
         "adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torchao_fp32",
@@ -91,7 +91,7 @@ class Train(OlderPart):
         "auto",
         description="autocast type (fp32: no autocast); auto: bf16 on a GPU that supports it, else fp32",
     )
-    seed: Int = Field(42, ge=0, lt=2**32, description="seed of adapters and dropout")
+    seed: Int = Field(42, ge=0, lt=2**32, description="seed of the initial adapters and of dropout")
 
 
 # The values of `measure.control`. Each one damages the training on purpose, to test that `ftbench parity` detects it.
@@ -150,7 +150,7 @@ class Measure(OlderPart):
     profile: Annotated[Literal["off", "on"], Word] = Field(
         "off", description="profile a few steps; reports ignore the speed of this run"
     )
-    profile_steps: Int = Field(3, ge=1, le=20, description="number of profiled steps, after speed is steady")
+    profile_steps: Int = Field(3, ge=1, le=20, description="number of profiled steps, after the warm-up")
     gradients: Int = Field(
         0, ge=0, le=20, description="parity: number of steps with recorded gradients, at initial and trained weights"
     )
@@ -159,7 +159,7 @@ class Measure(OlderPart):
     )
     keep_weights: Switch = Field(False, description="parity: keep the trained tensors before and after training")
     round_products: Switch = Field(
-        False, description="parity: round the operands of products to 8 bits like fp8, and multiply in 32 bits"
+        False, description="parity: round the inputs of matrix products to 8 bits like fp8, and multiply in 32 bits"
     )
     control: Annotated[Literal["off", *CONTROLS], Word] = Field(  # type: ignore[valid-type]
         "off", description="break the training on purpose; `ftbench parity` must detect this"

@@ -96,7 +96,7 @@ def incompatibilities(spec: Experiment) -> list[str]:
         ("optimizations.gradient_checkpointing", as_text(on.gradient_checkpointing), ("on", "off")),
     ):
         if value not in supported:
-            problems.append(f"{key} {value}: {who} supports {', '.join(supported)}: set one of them, or use trl")
+            problems.append(f"{key} {value}: {who} needs another value ({', '.join(supported)}): set it, or use trl")
     if spec.method.mxfp4:
         problems.append(f"method.quant_type mxfp4 is not supported by {who}: use nf4, or use trl")
     if spec.dataset.has_images:
@@ -111,9 +111,9 @@ def incompatibilities(spec: Experiment) -> list[str]:
     }  # fmt: skip
     problems += [f"measure.{name} needs trl: set it to off, or use trl" for name, on in measured.items() if on]
     if framework.own_loop and launch.settings != "plain":
-        problems.append(f"launch.settings {launch.settings}: {who} has no other settings here: leave it out")
+        problems.append(f"launch.settings {launch.settings}: {who} supports only plain settings: leave it out")
     if framework.own_loop and "float16" in (spec.model.dtype, {"fp16": "float16"}.get(train.precision)):
-        problems.append(f"float16: {who} trains in bfloat16 or float32 here: set model.dtype and train.precision")
+        problems.append(f"{who} does not train in float16: set model.dtype to bfloat16 and train.precision to bf16")
     return [*problems, *(_OF[launch.framework](spec, who) if framework.own_loop else ())]
 
 
@@ -122,15 +122,15 @@ def _of_megatron(spec: Experiment, who: str) -> Iterator[str]:
     if (name := family(spec.model)) not in (None, *MEGATRON_FAMILIES):
         yield f"model {spec.model.id}: {who} converts {' and '.join(MEGATRON_FAMILIES)}, not {name}: use trl"
     if spec.measure.save_adapter and launch.pp:
-        yield f"measure.save_adapter: {who} saves models in one pipeline stage: set it to off"
+        yield f"measure.save_adapter: {who} cannot save a model with several pipeline stages: set it to off"
     if launch.schedule != "1f1b" or launch.split:
-        yield f"launch.schedule and split: {who} has equal stages and 1f1b here: leave them out"
+        yield f"launch.schedule and split: {who} supports only equal stages and 1f1b: leave them out"
 
 
 def _of_verl(spec: Experiment, who: str) -> Iterator[str]:
     method, samples = spec.method, spec.dataset.samples
     if method.name == "lora" and (method.dropout or method.alpha != int(method.alpha)):
-        yield f"method.alpha must be whole and method.dropout 0: {who} has no setting for others"
+        yield f"{who} supports only a whole number as method.alpha, and method.dropout 0: change them"
     if samples and samples % spec.global_batch and (spec.train.max_steps or math.inf) * spec.global_batch > samples:
         yield (
             f"dataset.samples {samples:,}: {who} drops the last batch of an epoch unless it is complete: set it to a "

@@ -23,17 +23,17 @@ class Launch(Part):
         "pp", "pp+ddp", "pp+fsdp", "pp+tp", "pp+tp+fsdp",
     ] = Field("none", description="how a run uses several GPUs; default with several GPUs: ddp")  # fmt: skip
     tp: Int | None = Field(
-        None, ge=2, le=512, description="number of GPUs that share a matrix, with tp+fsdp and pp+tp; default: 2"
+        None, ge=2, le=512, description="tp+fsdp and pp+tp: number of GPUs that share each matrix; default: 2"
     )
     pp: Int | None = Field(None, ge=2, le=512, description="GPUs that share the layers with pp; default: all, or 2")
     micro_batches: Int | None = Field(
-        None, ge=1, le=4096, description="number of parts of a batch that pass through pp; default: 2 * pp"
+        None, ge=1, le=4096, description="pp: number of parts of a batch (micro-batches); default: 2 * pp"
     )
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zbv"] = Field(
-        "1f1b", description="order of the micro-batches in a stage of pp; the last two give each GPU two stages"
+        "1f1b", description="pp: order of the micro-batches in a stage; with the last two, each GPU has two stages"
     )
     split: tuple[Annotated[Int, Field(ge=1)], ...] | None = Field(
-        None, description="number of layers of each stage of pp; default: stages with about equal times"
+        None, description="pp: number of layers of each stage; by default, all stages take about the same time"
     )
     offload: Literal["none", "optimizer", "params"] = Field(
         "none", description="keep in host memory: the optimizer state, or the optimizer state and the parameters"

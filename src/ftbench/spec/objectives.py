@@ -45,7 +45,7 @@ def _trl_only(spec: Experiment, trainer: str) -> Iterator[str]:
         yield f"{objective} with method unsloth is not supported: use lora, qlora or full"
     if "torchao" in spec.train.optimizer:
         yield (
-            f"train.optimizer {spec.train.optimizer} with {objective}: trl's {trainer} takes no optimizer class: use "
+            f"train.optimizer {spec.train.optimizer} with {objective}: trl's {trainer} does not support it: use "
             "adamw_torch or adamw_bnb_8bit"
         )
     if launch.framework != "trl":

@@ -45,17 +45,17 @@ class ErrorBudget:
 
 BUDGETS = {
     "float32": ErrorBudget(
-        "sums in another order: eight correct variants of a tiny model had at most 4e-6 nats, 1e-5 and, for Adam's "
-        "step, which divides by the gradient, 1e-3", 1e-4, 1e-3, 1e-3, 0.01,
+        "sums have another order; errors of eight correct variants of a tiny model: at most 4e-6 nats (loss), 1e-5 "
+        "(gradient) and 1e-3 (weight change, in which Adam divides by the gradient)", 1e-4, 1e-3, 1e-3, 0.01,
     ),
     "16 bits": ErrorBudget("twice the error of plain bfloat16, measured in the same check", norm=SMALL),
     "4-bit weights": ErrorBudget(
-        "the reference holds the same 4-bit weights, so twice the error of plain bfloat16; NF4 itself changes weights "
-        "by about 9 % (T. Dettmers et al., arXiv 2305.14314)", norm=SMALL,
+        "twice the error of plain bfloat16, because the reference has the same 4-bit weights; NF4 itself changes "
+        "weights by about 9 % (T. Dettmers et al., arXiv 2305.14314)", norm=SMALL,
     ),
     EIGHT_BIT: ErrorBudget(
         "twice the error of plain bfloat16 that rounds inputs and weights of products to E4M3 and gradients to E5M2 "
-        "and multiply in 32 bits (P. Micikevicius et al., arXiv 2209.05433), measured in the same check", norm=SMALL,
+        "and multiplies in 32 bits (P. Micikevicius et al., arXiv 2209.05433), measured in the same check", norm=SMALL,
     ),
     "8-bit optimizer states": ErrorBudget(
         "block-wise 8-bit states have a relative error of about 1 % (T. Dettmers et al., arXiv 2110.02861), which "

@@ -220,7 +220,7 @@ def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts)
 
     def stepped(parameters: float, gradients: float, embedding: float = 0) -> Parts:
         moved = weights.optimizer_state(name, min(parameters, count), width, embedding) if away else 0.0
-        return {"gradients": gradients * plan.weight, "states on their way": moved}
+        return {"gradients": gradients * plan.weight, "states being copied": moved}
 
     waiting = words if model.tied else 0
     base = resident(case)

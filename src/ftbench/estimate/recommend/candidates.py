@@ -25,20 +25,20 @@ _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "u
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Candidate:
     """A variant: a spec with another method or other optimizations. `problems` lists why the variant cannot run."""
 
     spec: Experiment
     problems: tuple[str, ...] = ()
 
-    def on(self, launch: Launch) -> Way:
+    def on(self, launch: Launch) -> Candidate:
         """Return the variant with these `launch` settings, and with the problems of the combination."""
         if launch is self.spec.launch or launch == self.spec.launch:
             return self
         spec = self.spec.model_copy(update={"launch": launch})
         if launch.micro_batches:  # the batch is chosen later
             spec = with_batch(spec, launch.micro_batches)
-        return Way(spec, self.problems or tuple(incompatibilities(spec)))
+        return Candidate(spec, self.problems or tuple(incompatibilities(spec)))
 
 
 def launches(spec: Experiment, gpus: int) -> list[Launch]:
@@ -54,8 +54,8 @@ def launches(spec: Experiment, gpus: int) -> list[Launch]:
     return [launch for launch in shared if problem(model, launch) is None]
 
 
-def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
-    """Yield distinct variants: the spec itself, the shipped recipes, and the combinations of facts/ways.yaml.
+def variants(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Candidate]:
+    """Yield distinct variants: the spec itself, the shipped recipes, and the combinations of facts/variants.yaml.
 
     Variants use only `methods`. With `equal_lengths`, batches have no padding, so variants that reduce padding are
     omitted. Variants with ftbench's kernels are included if the kernels support the model."""
@@ -68,7 +68,7 @@ def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Itera
         key = (candidate.method, candidate.optimizations, candidate.train)
         if key not in seen and (known or candidate.optimizations.triton_kernels is not True):
             seen.add(key)
-            yield Way(candidate, tuple(incompatibilities(candidate)))
+            yield Candidate(candidate, tuple(incompatibilities(candidate)))
 
 
 def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
@@ -84,13 +84,13 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
         name = method.get("name", spec.method.name)
         if name not in methods or name == "unsloth":
             continue
-        chosen, train, own = next(_variants(spec, name)), shipped["train"], spec.train.precision
+        chosen, train, own = next(_of_method(spec, name)), shipped["train"], spec.train.precision
         on = shipped["optimizations"] | _for_images(spec)
         if on.get("image_cache") and not spec.dataset.may_have_images:
             continue  # a recipe for images
         on = {**on, **unpacked} if equal_lengths and on["packing"] and on["cuda_graph"] is not True else on
         kernels = ["auto", True] if on["triton_kernels"] == "auto" else [on["triton_kernels"]]
-        precisions = [train.get("precision", own), own] if own == "auto" else [own]  # `ways` omits duplicates
+        precisions = [train.get("precision", own), own] if own == "auto" else [own]  # `variants` omits duplicates
         for triton, precision in product(kernels, precisions):
             yield spec.model_copy(
                 update={
@@ -107,11 +107,11 @@ def _for_images(spec: Experiment) -> dict[str, Any]:
 
 
 def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
-    """Yield the spec with each method and each combination of optimizations in facts/ways.yaml."""
-    combinations = read_facts("ways.yaml")
+    """Yield the spec with each method and each combination of optimizations in facts/variants.yaml."""
+    combinations = read_facts("variants.yaml")
     vision = len(methods) > 1 and shape_of(spec.model).vision  # unsloth is then not estimated (see check_modelled)
     for method in (name for name in methods if name != "unsloth" or not vision):
-        for chosen in _variants(spec, method):
+        for chosen in _of_method(spec, method):
             for switches in combinations["switches"] if method != "unsloth" else ({},):
                 layouts = combinations["compiled_layouts" if switches.get("compile") else "layouts"]
                 for layout in ({},) if equal_lengths else layouts[: 2 if method == "unsloth" else None]:
@@ -122,7 +122,7 @@ def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> 
                         yield made.model_copy(update={"train": fused})
 
 
-def _variants(spec: Experiment, name: str) -> Iterator[Any]:
+def _of_method(spec: Experiment, name: str) -> Iterator[Any]:
     """Yield the method `name` with the options that the spec sets. For unsloth, yield variants in 16 and 4 bits, with
     and without gradient checkpointing. gpt-oss is published in MXFP4: qlora and unsloth keep this format."""
     packed = family(spec.model) == GPT_OSS

@@ -12,7 +12,7 @@ from ftbench.core.hardware import Gpu, capability_of
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.estimate.memory.largest_batch import MemoryCache, with_batch
-from ftbench.estimate.recommend.candidates import ADAPTERS, Way, launches, ways
+from ftbench.estimate.recommend.candidates import ADAPTERS, Candidate, launches, variants
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.rates import limits_of
@@ -107,13 +107,13 @@ def recommend(goal: Goal, memory_cache: MemoryCache | None = None) -> Recommenda
     memory_cache, reasons = memory_cache or MemoryCache(), Counter[str]()
     tried = dict[tuple[object, ...], Option | str]()
     shared = [launch for count in goal.counts for launch in launches(goal.spec, count)]
-    singles = ways(on_gpus(goal.spec, 1, "none"), methods, equal)
-    for way in (single.on(launch) for single in singles for launch in shared):
+    singles = variants(on_gpus(goal.spec, 1, "none"), methods, equal)
+    for variant in (single.on(launch) for single in singles for launch in shared):
         for gpu in goal.gpus:
-            on = resolve(with_batch(way.spec, 1, 1), capability_of(gpu))
+            on = resolve(with_batch(variant.spec, 1, 1), capability_of(gpu))
             key = (gpu.name, on.method, on.optimizations, on.train, on.launch)
             if key not in tried:  # otherwise the variant equals an earlier one after `auto` was resolved
-                tried[key] = _refused(way, gpu, unrated) or _best_batch(way, on, gpu, goal, memory_cache)
+                tried[key] = _refused(variant, gpu, unrated) or _best_batch(variant, on, gpu, goal, memory_cache)
     reasons.update(outcome for outcome in tried.values() if isinstance(outcome, str))
     fitting = [outcome for outcome in tried.values() if isinstance(outcome, Option)]
     reasons.update(limit[0] for option in fitting if (limit := _missed(option, goal)))
@@ -122,36 +122,36 @@ def recommend(goal: Goal, memory_cache: MemoryCache | None = None) -> Recommenda
     return Recommendation(goal, tuple(kept), closest, missed, dict(reasons.most_common()), len(tried))
 
 
-def _refused(way: Way, gpu: Gpu, unrated: Mapping[Gpu, str]) -> str | None:
-    if way.problems:
-        return f"cannot work: {way.problems[0]}"
-    if problems := machine_incompatibilities(way.spec, capability_of(gpu)):
+def _refused(variant: Candidate, gpu: Gpu, unrated: Mapping[Gpu, str]) -> str | None:
+    if variant.problems:
+        return f"cannot work: {variant.problems[0]}"
+    if problems := machine_incompatibilities(variant.spec, capability_of(gpu)):
         return f"not on {gpu.name}: {problems[0]}"
     return f"not on {gpu.name}: {unrated[gpu]}" if gpu in unrated else None
 
 
-def _best_batch(way: Way, resolved: Experiment, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Option | str:
+def _best_batch(variant: Candidate, resolved: Experiment, gpu: Gpu, goal: Goal, cache: MemoryCache) -> Option | str:
     """Return the option with the best batch size, or the reason why no size works. `resolved` has batch size 1."""
     effective = _rows_per_step(resolved, goal)
     if effective == 0:
-        if not way.spec.optimizations.packing:
-            return f"the samples of a step are not divisible by {way.spec.launch.gpus} GPUs (--effective-batch)"
+        if not variant.spec.optimizations.packing:
+            return f"the samples per step are not divisible by {variant.spec.launch.gpus} GPUs (--effective-batch)"
         return NO_ROWS
     smallest = with_batch(resolved, 1, 2 if (effective or 1) > 1 else 1)
-    sizes = _fitting_batches(smallest, gpu, effective, goal, memory_cache)
+    sizes = _fitting_batches(smallest, gpu, effective, goal, cache)
     if not sizes:
-        uncertain = memory_cache.estimate(smallest, gpu).verdict == "uncertain"
-        return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {_location(way.spec, gpu)}"
+        uncertain = cache.estimate(smallest, gpu).verdict == "uncertain"
+        return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {_location(variant.spec, gpu)}"
     sizes = sizes if goal.objective == "memory" else sizes[:2]  # a larger batch is rarely slower
     pairs = [(size, effective // size if effective else 1) for size in sizes]
-    if refused := incompatibilities(resolve(with_batch(way.spec, *pairs[0]), capability_of(gpu))):
+    if refused := incompatibilities(resolve(with_batch(variant.spec, *pairs[0]), capability_of(gpu))):
         return f"cannot work: {refused[0]}"  # for example a CUDA graph with gradient accumulation
-    tried = [resolve(with_batch(way.spec, *pair), capability_of(gpu)) for pair in pairs]  # accumulation: no CUDA graph
-    options = [_option(each, gpu, goal, memory_cache) for each in tried]
+    tried = [resolve(with_batch(variant.spec, *pair), capability_of(gpu)) for pair in pairs]  # sets CUDA graphs
+    options = [_option(each, gpu, goal, cache) for each in tried]
     within = [option for option in options if not _missed(option, goal)]
     best = min(within or options, key=lambda option: rank(option, goal))
     train = best.spec.train
-    return replace(best, spec=with_batch(way.spec, train.batch_size, train.gradient_accumulation_steps))
+    return replace(best, spec=with_batch(variant.spec, train.batch_size, train.gradient_accumulation_steps))
 
 
 def _fitting_batches(

@@ -126,8 +126,8 @@ def _prices(request: RecommendRequest, gpus: Sequence[Gpu], prices: Prices | Non
     lacking = [gpu.name for gpu in gpus if prices.of(gpu.name) is None]
     if lacking:
         return [f"{prices.path} has no price for {', '.join(lacking)}: add one, or remove the GPU from --gpu"]
-    currencies = sorted({way.currency for gpu in gpus if (price := prices.by_gpu[gpu.name])
-                         and (way := price.rent or price.owned)})  # fmt: skip
+    currencies = sorted({terms.currency for gpu in gpus if (price := prices.by_gpu[gpu.name])
+                         and (terms := price.rent or price.owned)})  # fmt: skip
     if len(currencies) > 1:
         return [f"{prices.path} has prices in {' and '.join(currencies)}: choose GPUs with prices in one currency"]
     return []

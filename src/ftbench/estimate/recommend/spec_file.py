@@ -77,7 +77,7 @@ def same_recipe(spec: Experiment) -> str | None:
     return next((name for name in same if known[name].get("method", {}).keys() <= fields), None)
 
 
-def way_words(spec: Experiment) -> str:
+def variant_words(spec: Experiment) -> str:
     """Return a spec's method and optimizations as short text: `lora: fastest`, `lora: fastest without packing`."""
     name, differing = _nearest_recipe(spec)
     near = name and len(differing) <= 2

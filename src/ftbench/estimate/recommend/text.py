@@ -8,7 +8,7 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.table import folded, folded_command, text_table
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
-from ftbench.estimate.recommend.spec_file import spec_file, spec_values, way_words
+from ftbench.estimate.recommend.spec_file import spec_file, spec_values, variant_words
 from ftbench.estimate.text import LAUNCH_BOUND, LIMITS
 from ftbench.spec.experiment import Experiment
 
@@ -54,7 +54,7 @@ def _question(goal: Goal) -> list[str]:
 def _answer(best: Option) -> str:
     cost = "" if best.cost is None else f", {best.cost} ({best.cost.way})"
     return (
-        f"Best: {way_words(best.spec)}, batch {_batch(best.spec)}, on {best.location}: {_range(best)}{cost}, "
+        f"Best: {variant_words(best.spec)}, batch {_batch(best.spec)}, on {best.location}: {_range(best)}{cost}, "
         f"{units.gibibytes(best.memory.device.expected)} of {units.gibibytes(best.memory.total)} GiB."
     )
 
@@ -70,7 +70,7 @@ def _table(options: Sequence[Option], goal: Goal) -> str:
 def _row(option: Option, goal: Goal) -> list[str]:
     seconds = option.seconds
     return [
-        option.location, way_words(option.spec), _batch(option.spec), units.seconds(seconds.expected),
+        option.location, variant_words(option.spec), _batch(option.spec), units.seconds(seconds.expected),
         str(option.cost or ("no price" if goal.prices else "")), units.gibibytes(option.memory.device.expected),
         _deadline(option, goal), f"{units.seconds(seconds.low)} to {units.seconds(seconds.high)}",
         option.duration.basis, LIMITS.get(option.duration.bound, ""),
@@ -102,7 +102,7 @@ def _notes(answer: Recommendation) -> list[str]:
     lines = [f"basis of the time: {best.duration.confidence}", *_other_lengths(answer)]
     lines += [LAUNCH_BOUND] if any(option.duration.bound == "host" for option in per_gpu) else []
     if without := [gpu.name for gpu in goal.gpus if gpu not in {option.gpu for option in per_gpu}]:
-        lines.append(f"no variant is possible on {units.listed(without, 5)}: --all counts the reasons")
+        lines.append(f"no variant is possible on {units.listed(without, 5)}: --all shows the reasons")
     if goal.deadline_s:
         most, own = best.duration.samples_in(goal.deadline_s), goal.spec.dataset.samples
         passes = f", {units.some(round(most.expected / own), 'pass')} over the data set" if own else ""
@@ -114,9 +114,9 @@ def _notes(answer: Recommendation) -> list[str]:
         lines.append("times are upper bounds: run a few steps on this data, and repeat this command")
     lines += [FP8] if any(option.spec.optimizations.fp8 != "off" for option in per_gpu) else []
     if len({option.spec.method.quantised for option in per_gpu} | {goal.spec.method.quantised}) > 1:
-        lines.append("4-bit base weights differ from 16-bit ones: compare the loss before a long run")
+        lines.append("4-bit weights can change what the model learns: compare the loss before a long run")
     if goal.effective_batch is None:
-        lines.append("samples per step differ between rows, and so does the training: use --effective-batch N")
+        lines.append("rows train different numbers of samples per step and learn differently: use --effective-batch N")
     return lines
 
 
@@ -131,12 +131,12 @@ def _other_lengths(answer: Recommendation) -> list[str]:
         if option is None:
             texts.append(f"no variant fits {at}{where}")
         elif _identity(option) != _identity(best):
-            texts.append(f"{at} the best{where} is {way_words(option.spec)}, batch {_batch(option.spec)}")
+            texts.append(f"{at} the best{where} is {variant_words(option.spec)}, batch {_batch(option.spec)}")
     return ["; ".join(texts) if texts else f"the same variant is best{where} at half and at twice the mean length"]
 
 
 def _identity(option: Option) -> tuple[object, ...]:
-    return option.location, way_words(option.spec), _batch(option.spec)
+    return option.location, variant_words(option.spec), _batch(option.spec)
 
 
 def as_yaml(answer: Recommendation) -> str:
@@ -171,7 +171,7 @@ def _record(option: Option, goal: Goal) -> dict[str, Any]:
         "gpu": option.gpu.name, "gpus": launch.gpus, "strategy": launch.strategy, "offload": launch.offload,
         "method": option.spec.method.model_dump(mode="json"),
         "optimizations": option.spec.optimizations.model_dump(mode="json", exclude_defaults=True),
-        "optimizer": train.optimizer, "recipe": way_words(option.spec),
+        "optimizer": train.optimizer, "recipe": variant_words(option.spec),
         "batch_size": train.batch_size, "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "seconds": asdict(seconds), "samples_per_hour": option.duration.samples_per_hour,
         "may_miss_deadline": None if goal.deadline_s is None else may_miss(option, goal),

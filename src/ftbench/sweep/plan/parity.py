@@ -201,11 +201,11 @@ class ParityPlan(Grid):
         worst = min(levels, key=lambda level: (order[level.state], level.level != "gradient"))
         controls = self.controls(recipe) if worst.state in (PASS, PENDING) else []
         if missed := [each.name for each in controls if each.state == "missed"]:
-            reason = f"{', '.join(missed)} passed but must fail: this proves nothing. Train longer, or on other data"
+            reason = f"{', '.join(missed)} passed but must fail, so there is no verdict. Train longer, or on other data"
             return Judgement(recipe.name, UNPROVEN, reason, levels)
         if broken := [each.result for each in controls if each.state == BROKEN]:
             cause = broken[0].sentence if broken[0] else ""
-            return Judgement(recipe.name, UNPROVEN, f"{cause}: a control that did not end proves nothing", levels)
+            return Judgement(recipe.name, UNPROVEN, f"{cause}: without this control, there is no verdict", levels)
         if worst.state == PASS and any(each.state == PENDING for each in controls):
             return Judgement(recipe.name, PENDING, "", levels)
         passed = "" if trainings else "forward and gradient only, not training (--seeds 0)"
