@@ -243,6 +243,33 @@ def test_the_notes_on_the_image_study_count_later_compilations_and_no_waiting_fo
             assert f"{100 * own / base - 100:+.0f} % (`{name}`)" in notes
 
 
+def test_the_notes_on_the_image_study_state_the_errors_of_the_predictions():
+    notes, images = notes_of("founding-images"), STUDIES["founding-images"]
+    results, later = ROOT / "results/h200/founding-images", read_json(ROOT / "results/predictions/images-h200-3.json")
+    expected, found = images["predictions"]("images-h200", images["CELLS"], results), {True: [], False: []}
+    for cell in images["CELLS"]:
+        if (runs := cell.runs(results)) and (summary := read_json(runs[-1] / "summary.json"))["state"] == "ok":
+            values = {"step_s": summary["step_time_s"]["median"], "reserved_gb": summary["memory_gb"]["reserved_peak"]}
+            second = read_json(runs[-1] / "state.json")["started_at"] > later["written"]
+            found[second].append({key: (expected[cell.name][key], value) for key, value in values.items()})
+
+    def errors(part, key):
+        return [100 * abs(band["expected"] / value - 1) for band, value in (each[key] for each in part)]
+
+    def inside(part, key):
+        return sum(band["low"] <= value <= band["high"] for band, value in (each[key] for each in part))
+
+    first, second = found[False], found[True]
+    assert f"The first {len(first)} cells on the H200 were predicted" in notes
+    assert f"The median error of the step time was {median(errors(first, 'step_s')):.1f} %. Then" in notes
+    assert f"The next {len(second)} cells on the H200" in notes
+    for key, name in (("step_s", "the step time"), ("reserved_gb", "reserved memory")):
+        middle, worst = median(errors(second, key)), max(errors(second, key))
+        assert f"The median error of {name} was {middle:.1f} % (at most {worst:.1f} %)" in notes
+    assert f"{inside(second, 'step_s')} of the {len(second)} times were in their range" in notes
+    assert f"contained {inside(second, 'reserved_gb')} of the {len(second)} values of reserved memory" in notes
+
+
 def test_unsloth_through_ftbench_and_its_plain_script_differ_by_at_most_2_percent():
     rounds = read_json(ROOT / "results/h200/unsloth-check.json")["rounds"]
     assert len(rounds) == 3
