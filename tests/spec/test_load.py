@@ -265,6 +265,7 @@ def test_conflicting_dataset_keys_are_errors(problems, dataset, sentence):
         ("train: {precision: fp16}\noptimizations: {fp8: tensorwise}", "optimizations.fp8 needs train.precision bf16"),
         ("method: {name: lora, experts: on, dropout: 0.1}", "method.experts needs method.dropout 0"),
         ("measure: {eval: epoch}", "measure.eval: epoch needs dataset.eval_samples"),
+        ("train: {warmup_steps: 2, lr_scheduler: constant}", "train.lr_scheduler constant ignores train.warmup_steps"),
         ("method: qlora\ntrain: {precision: fp16}", "set train.precision to bf16 or fp32"),
         ("method: {name: lora, targets: [q_proj, lm_head]}", "method.targets: lm_head cannot have an adapter"),
         ("method: {name: qlora, targets: [model.lm_head]}", "method.targets: lm_head cannot have an adapter"),

@@ -21,9 +21,11 @@ def incompatibilities(spec: Experiment) -> list[str]:
     problems = [*spec.method.incompatibilities(spec), *spec.objective.incompatibilities(spec)]
     for name in switched_on(spec.optimizations):
         problems += _of_optimization(spec, name)
-    launch, optimizer = spec.launch, spec.train.optimizer
-    if "torchao" in optimizer and launch.strategy.startswith("zero"):
-        problems.append(f"train.optimizer {optimizer} is not supported by {launch.strategy}: use adamw_torch_fused")
+    train, strategy = spec.train, spec.launch.strategy
+    if train.warmup_steps and train.lr_scheduler == "constant":
+        problems.append("train.lr_scheduler constant ignores train.warmup_steps: set it to constant_with_warmup")
+    if "torchao" in train.optimizer and strategy.startswith("zero"):
+        problems.append(f"train.optimizer {train.optimizer} is not supported by {strategy}: use adamw_torch_fused")
     if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
         problems.append("measure.eval: epoch needs dataset.eval_samples")
     if spec.dataset.has_images and not reads_images(spec.model):
@@ -105,9 +107,8 @@ def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, 
     Choose bfloat16 on GPUs of compute capability 8.0 or higher, and float32 elsewhere. A CPU without bfloat16
     instructions computes bfloat16 much slower than float32."""
     half = capability is not None and capability >= (8, 0)
-    if capability is None:
-        where = "no GPU on this machine"
-    else:
+    where = "no GPU on this machine"
+    if capability is not None:
         where = f"compute capability {'.'.join(map(str, capability))} is {'at least' if half else 'below'} 8.0"
     dtype = "bfloat16" if half else "float32"
     made: dict[str, tuple[Any, str]] = {}
