@@ -20,8 +20,9 @@ from ftbench.spec.datasets import Dataset
 from ftbench.spec.identity import fingerprint
 from ftbench.worker.data import prepare as preparing
 from ftbench.worker.data import sources, synthetic
+from ftbench.worker.data.images import Picture
 from ftbench.worker.data.sources import open_rows
-from ftbench.worker.data.tokens import IGNORE, tokenise
+from ftbench.worker.data.tokens import IGNORE, Tokens, tokenise
 from ftbench.worker.model.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_tokenizer
 
 
@@ -254,6 +255,19 @@ def test_statistics_describe_the_tokens(tokenizer, data_file):
     assert found["tokens"]["max"] == 128
     assert found["tokens_before_truncation"]["max"] > 300
     assert sum(found["tokens"]["histogram"]["counts"]) == 4
+
+
+def test_fingerprint_of_the_data_depends_on_tokens_labels_pictures_and_order():
+    made = [Tokens([1, 2], labels, 2, pictures) for labels in ([1, 2], [IGNORE, 2])
+            for pictures in ((), (Picture(4, 4, 0, "a"),), (Picture(4, 4, 0, "b"),))]  # fmt: skip
+    assert len({preparing._hash(samples) for samples in ([], made, made[::-1], *([each] for each in made))}) == 9
+
+
+def test_order_of_length_grouping_depends_on_the_seed():
+    made = [Tokens([1] * length, [1] * length, length) for length in range(2, 40)]
+    specs = [spec_of(dataset={"seed": seed}, optimizations={"length_grouping": True}) for seed in (1, 1, 2)]
+    orders = [[each.full_length for each in preparing._ordered(spec, made, None)] for spec in specs]
+    assert orders[0] == orders[1] != orders[2]
 
 
 def test_samples_are_drawn_like_datasets_shuffle(tokenizer, data_file):

@@ -214,12 +214,13 @@ def test_configuration_has_the_quantisation(name):
 @pytest.mark.parametrize("name", THROUGH_TRAINER)
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 def test_configuration_is_json_with_the_training_settings(name, method):
-    spec = spec_of(method={"name": method}, train={"max_steps": 3, "batch_size": 2, "learning_rate": 0.25})
+    train = {"max_steps": 3, "batch_size": 6, "learning_rate": 0.25, "weight_decay": 0.125, "warmup_steps": 7,
+             "seed": 5, "max_grad_norm": 0.75, "gradient_accumulation_steps": 11, "lr_scheduler": "cosine"}  # fmt: skip
+    adapters = {"rank": 9, "alpha": 13, "dropout": 0.375} if method != "full" else {}
+    spec = spec_of(method={"name": method} | adapters, train=train)
     values = frameworks.load(name).configuration(spec, "data/model")
     assert json.loads(json.dumps(values)) == values
-    assert 0.25 in values.values()
-    assert 3 in values.values()
-    assert "data/model" in values.values()
+    assert all(each in values.values() for each in (*train.values(), *adapters.values(), "data/model"))
     assert name != "ms-swift" or values["check_model"] is False
     assert not any("/" in str(value) and Path(str(value)).is_absolute() for value in values.values())
 
@@ -355,6 +356,16 @@ def test_loss_normalisation_notes_extra_tokens(framework_run, monkeypatch):
     [
         ({"learning_rate": 0.5}, {}, "llamafactory: train.learning_rate is 0.001, but it trains with 0.5"),
         ({"warmup_steps": 2}, {}, "llamafactory: train.warmup_steps is 0, but it trains with 2"),
+        ({"per_device_train_batch_size": 1}, {}, "train.batch_size is 2, but it trains with 1"),
+        ({"gradient_accumulation_steps": 2}, {}, "train.gradient_accumulation_steps is 1, but it trains with 2"),
+        ({"max_grad_norm": 9.0}, {}, "train.max_grad_norm is 0.3, but it trains with 9.0"),
+        ({"weight_decay": 0.5}, {}, "train.weight_decay is 0.0, but it trains with 0.5"),
+        ({"optim": "sgd"}, {}, "train.optimizer is adamw_torch, but it trains with sgd"),
+        ({"lr_scheduler_type": "cosine"}, {}, "train.lr_scheduler is linear, but it trains with cosine"),
+        ({"max_steps": 2}, {}, "train.max_steps is 3, but it trains with 2"),
+        ({"seed": 1}, {}, "train.seed is 42, but it trains with 1"),
+        ({"bf16": True}, {}, "train.precision is fp32, but it trains with bf16"),
+        ({"gradient_checkpointing": True}, {}, "optimizations.gradient_checkpointing is off, but it trains with on"),
         ({}, {"settings": "best"}, "llamafactory: launch.settings is best, but no module uses a kernel of Liger"),
     ],
 )

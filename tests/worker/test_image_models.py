@@ -77,6 +77,14 @@ def test_local_model_is_loaded_with_its_processor(train_here, model):
     assert read_json(run.applied)["model"]["class"].endswith("ForConditionalGeneration")
 
 
+def test_saved_model_is_loaded_with_its_processor(train_here):
+    pictures = {"name": "images", "samples": 2, "image_size": [56, 40], "mean_length": 24, "max_length": 128}
+    saved = train_here(
+        model={"id": MODELS[2]}, method={"name": "full"}, dataset=pictures, measure={"save_adapter": True}
+    )
+    train_here(model={"id": "mine", "path": str(saved.adapter), "weights": "pretrained"}, dataset=pictures)
+
+
 @pytest.mark.parametrize("part", ["vision", "projector"])
 def test_text_model_rejects_vision_options(cache, part):
     with pytest.raises(ValidationError, match=r"method\.vision.*is text-only"):
@@ -126,7 +134,9 @@ def test_unsloth_loader_matches_the_model(cache, monkeypatch, name, by):
 @pytest.mark.parametrize("model", ["tiny/llava-next", "tiny/qwen2.5-vl"])
 def test_targets_may_be_the_ends_of_names(train_here, model):
     def trained(*targets):
-        run = train_here(model={"id": model}, method={"targets": targets}, **TEXT)
+        run = train_here(model={"id": model}, method={"targets": targets} if targets else {}, **TEXT)
         return read_json(run.applied)["parameters"]["trainable"]
 
+    every = train_here(model={"id": model}, method={"targets": "all-linear"}, **TEXT)  # all but the head
+    assert read_json(every.applied)["parameters"]["trainable"] == trained()
     assert trained("self_attn.q_proj") == trained("q_proj") == 2 * trained("layers.0.self_attn.q_proj")

@@ -14,9 +14,12 @@ from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.store.rundir import RunDir, read_json
 from ftbench.store.steps import read_steps
+from ftbench.worker import methods
+from ftbench.worker.data.prepare import prepare
 from ftbench.worker.data.synthetic import draw
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.levels import WIDTH, Levels, _moment, sketch
+from ftbench.worker.model import loading
 
 CHAIN = {"mean_length": None, "length": 32, "samples": 200, "structure": "tasks", "eval_samples": 16}
 FULL = {"name": "full"}
@@ -52,6 +55,47 @@ def test_control_without_anything_to_damage_fails(train_here):
 
     with pytest.raises(NotAppliedError, match="nothing to damage"):
         train_here(method=FULL, measure={"control": "lora_scale_x1.5"})
+
+
+RECIPE = {"precision": "fp32", "learning_rate": 0.1, "warmup_steps": 2, "weight_decay": 0.5, "epochs": 2,
+          "gradient_accumulation_steps": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "most", "schedule"), [("sgd", 2.0, "linear"), ("adamw_torch", 0.0, "constant_with_warmup")]
+)
+def test_recipe_trains_as_a_plain_loop(train_here, optimizer, most, schedule):
+    """Schedule, warm-up, weight decay, clipping, accumulation, order of the samples, and evaluation per label token."""
+    train = RECIPE | {"optimizer": optimizer, "max_grad_norm": most, "lr_scheduler": schedule}
+    given = {"method": FULL, "train": train, "dataset": {"eval_samples": 3}}
+    *steps, evaluated = read_steps(train_here(**given).steps)[0]
+    spec = spec_of(**given)
+    model = methods.load("full").load(spec, loading.source_of(spec.model)).train()
+    data = prepare(spec, None, model.config.vocab_size)
+    *batches, held_out = (
+        [torch.tensor([row[0].ids]) for row in rows]
+        for rows in (*(data.train[at : at + 4] for at in (0, 4, 8)), data.evaluation)
+    )
+    weights = [[p for p in model.parameters() if (p.ndim > 1) is decayed] for decayed in (True, False)]
+    groups = [{"params": decayed, "weight_decay": decay} for decayed, decay in zip(weights, (0.5, 0.0), strict=True)]
+    loop = {"sgd": torch.optim.SGD, "adamw_torch": torch.optim.AdamW}[optimizer](groups, lr=0.0)
+
+    def loss(samples):
+        logits = [model(ids).logits[0, :-1] for ids in samples]
+        return torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat([ids[0, 1:] for ids in samples]))
+
+    for step, batch in enumerate(batches * 2):
+        (made := loss(batch)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most or torch.inf)
+        rate = 0.1 * min(step / 2, (6 - step) / 4 if schedule == "linear" else 1.0)
+        for group in loop.param_groups:
+            group["lr"] = rate
+        loop.step()
+        loop.zero_grad()
+        row = steps[step]
+        assert (row.loss, row.grad_norm) == pytest.approx((made.item(), norm.item()), rel=1e-4)
+        assert row.learning_rate == pytest.approx(rate)
+    assert evaluated.loss == pytest.approx(loss(held_out).item(), rel=1e-4)
 
 
 def test_run_that_repeats_a_batch_fails(train_here, monkeypatch):

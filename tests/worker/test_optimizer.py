@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +77,16 @@ def test_kernel_clips_and_steps_like_torch(torchao, train_here, monkeypatch):
     assert len({*seeds}) == len(seeds) > 0
     for step, expected in zip(*steps.values(), strict=True):
         assert (step.loss, step.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-4)
+
+
+@pytest.mark.parametrize(("changes", "in_kernel"), [
+    ({}, True), ({"launch": {"gpus": 2, "strategy": "ddp"}}, False), ({"train": {"precision": "fp16"}}, False),
+])  # fmt: skip
+def test_kernel_clips_only_unscaled_gradients_of_one_gpu(torchao, changes, in_kernel):
+    train = {"optimizer": "adamw_torchao_bf16"} | changes.get("train", {})
+    loop = SimpleNamespace(accelerator=SimpleNamespace(clip_grad_norm_=print))
+    optimizer.attach(loop, spec_of(**changes | {"train": train}))
+    assert (loop.accelerator.clip_grad_norm_ is not print) is in_kernel
 
 
 @NEEDS_TORCHAO

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,11 +42,12 @@ def test_plain_loop_is_recorded(recorder, tmp_path):
     for step in range(optimizer_steps):
         recorder.begin_step()
         total = 0.0
-        for _ in range(2):
+        for longest in (4, 3):
             loss = model(torch.ones(3, 4)).square().mean() / 2
             loss.backward()
             total += loss.item()
-            recorder.micro_batch(BatchCount(real=10 + step, padded=12, labels=9, samples=3, longest=4), loss.detach())
+            count = BatchCount(real=10 + step, padded=12, labels=9, samples=3, longest=longest)
+            recorder.micro_batch(count, loss.detach())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         recorder.begin_optimizer()
         optimizer.step()
@@ -57,6 +59,7 @@ def test_plain_loop_is_recorded(recorder, tmp_path):
     assert [row.step for row in found] == [1, 2, 3, 4, 5]
     assert [row.loss for row in found] == pytest.approx(losses)
     assert [row.grad_norm for row in found] == pytest.approx([float(norm) for norm in norms])
+    assert {row.longest_sequence for row in found} == {4}
     assert [row.progress_ratio for row in found] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     first = found[0]
     assert (first.real_tokens, first.padded_tokens, first.label_tokens, first.samples) == (20, 24, 18, 6)
@@ -64,6 +67,30 @@ def test_plain_loop_is_recorded(recorder, tmp_path):
     assert all(row.data_time_s + row.forward_backward_s + row.optimizer_s <= row.step_time_s for row in found)
     assert min(row.optimizer_s for row in found) > 0
     assert sum(row.step_time_s for row in found) < 1.5 * found[-1].elapsed_time_sec
+
+
+def test_columns_of_a_row_are_of_its_step_or_evaluation(recorder, tmp_path, monkeypatch):
+    """Neither the check after the first step nor an evaluation is part of the next step."""
+    now, held = [0.0], {"peak_memory_gb": 9.0}
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    recorder.memory = SimpleNamespace(read=held.copy, reset=lambda: held.update(peak_memory_gb=0.0))
+    over = {"take": lambda: None, "over": lambda begin, end: {"power_w": begin, "energy_j": end}, "latest": math.inf}
+    recorder.sampler = SimpleNamespace(**over)
+    check = training_run.AfterFirstStep(SimpleNamespace(recorder=recorder), lambda: now.__setitem__(0, 4.0))
+    for at, peak, call, *given in (
+        (0, 9, recorder.start), (1, 5, recorder.begin_step), (3, 0, recorder.end_step),
+        (3, 0, check.on_step_end, None, SimpleNamespace(global_step=1), None),
+        (6, 2, recorder.begin_step), (9, 3, recorder.end_step),
+        (10, 8, recorder.begin_evaluation), (20, 7, recorder.end_evaluation, BatchCount(), 1.0),
+        (21, 1, recorder.begin_step), (24, 4, recorder.end_step),
+    ):  # fmt: skip
+        now[0], held["peak_memory_gb"] = at, max(held["peak_memory_gb"], peak)
+        call(*given)
+    recorder.finish()
+    names = ("step_time_s", "data_time_s", "elapsed_time_sec", "power_w", "energy_j", "peak_memory_gb")
+    assert [tuple(getattr(row, name) for name in names) for row in rows(tmp_path)] == [
+        (3, 1, 3, 0, 3, 5), (5, 2, 9, 4, 9, 3), (10, None, 20, 10, 20, 7), (4, 1, 24, 20, 24, 4),
+    ]  # fmt: skip
 
 
 def test_signal_during_the_last_wait_loses_no_step(recorder, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 
 import pytest
+import torch
 
 from ftbench.worker.measure import meters as module
 from ftbench.worker.measure.meters import Sampler, throttle_names
@@ -47,6 +48,20 @@ def sampled(monkeypatch):
         return found
 
     return take
+
+
+def test_times_and_memory_of_a_gpu_are_in_seconds_and_gib(monkeypatch):
+    marks = [types.SimpleNamespace(at=at, elapsed_time=lambda end, at=at: end.at - at) for at in (500.0, 2000.0)]
+    assert module.CudaClock(torch.device("cuda")).seconds(*marks) == 1.5
+    sizes = {f"{kind}_bytes": {"all": {"current": now * 2**30, "peak": peak * 2**30}}
+             for kind, now, peak in (("allocated", 1, 2), ("reserved", 3, 5))}  # fmt: skip
+    counts = [{"num_alloc_retries": n, "allocation": {"all": {"allocated": 10 * n}}} for n in (2, 5)]
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: sizes | counts[0])
+    memory = module.CudaMemory(torch.device("cuda"))
+    memory.read()
+    assert memory.peak_gb() == 2
+    del counts[0]
+    assert [*memory.read().values()] == [1, 3, 2, 5, 3, 30]
 
 
 def test_energy_of_a_step_is_the_counters_difference(sampled):

@@ -72,6 +72,14 @@ def test_adapters_of_a_4_bit_model_have_the_precision_of_the_training(train_here
     assert {*applied["optimizer"]["state"]} == {f"exp_avg: {dtype}", f"exp_avg_sq: {dtype}"}
 
 
+@pytest.mark.parametrize(("upcast", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_upcast_sets_the_dtype_of_weights_that_are_not_quantised(cache, upcast, dtype):
+    method = methods.load("qlora")
+    spec = spec_of(model={"dtype": "bfloat16"}, method={"name": "qlora", "upcast": upcast})
+    model = method.adapt(method.load(spec, loading.source_of(spec.model)), spec)
+    assert {p.dtype for name, p in model.named_parameters() if "norm" in name or "embed" in name} == {dtype}
+
+
 def test_quantised_parameters_are_counted_before_packing(train_here):
     lora, qlora = (read_json(train_here(method={"name": name}).applied) for name in ("lora", "qlora"))
     assert lora["parameters"] == qlora["parameters"]
@@ -115,6 +123,7 @@ def test_accumulation_and_a_short_last_batch_are_counted(train_here):
     assert [row.real_tokens for row in rows] == [64, 64, 48, 32, 64, 64, 48, 32]
     assert [row.step for row in rows] == [1, 2, 3, 3, 4, 5, 6, 6]
     assert [row.epoch for row in rows if row.phase == "evaluate"] == [1.0, 2.0]
+    assert read_json(run.applied)["dataset"]["label_tokens"] == sum(row.label_tokens for row in rows[:3]) == 11 * 15
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m["name"])
@@ -140,6 +149,7 @@ def test_accumulation_equals_one_large_batch(train_here, given):
 
 def test_same_spec_gives_same_losses_and_tokens(train_here):
     first, again, full = train_here(), train_here(), train_here(method={"name": "full"})
+    assert rows_of(train_here(train={"seed": 1}))[0].grad_norm != rows_of(first)[0].grad_norm  # other adapters
     assert [row.loss for row in rows_of(first)] == [row.loss for row in rows_of(again)]
     orders = {read_json(run.applied)["dataset"]["order_hash"] for run in (first, again, full)}
     assert len(orders) == 1

@@ -238,7 +238,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
     problems += mismatches({
         "optimizations.activation_offload": (offload, offloads),
         "optimizations.loader_processes": (_loader_processes(spec), processes),
-        "train.precision": (effective_config.AUTOCAST[spec.train.precision], effective_config.autocast(trainer)),
+        "train.precision": (spec.train.precision, effective_config.PRECISIONS.get(effective_config.autocast(trainer))),
     })  # fmt: skip
     if spec.launch.ranks > 1:
         problems += parallel.load(spec.launch.strategy).verify(trainer, spec) + _verify_mean(trainer)

@@ -105,7 +105,7 @@ def trainer_problems(trainer: Any, spec: Experiment) -> list[str]:
         "train.warmup_steps": (train.warmup_steps, args.warmup_steps),
         f"train.{length}": (getattr(train, length), getattr(args, name)),  # axolotl converts epochs to max_steps
         "train.seed": (train.seed, args.seed),
-        "train.precision": (effective_config.AUTOCAST[train.precision], str(trainer.accelerator.mixed_precision)),
+        "train.precision": (train.precision, effective_config.PRECISIONS.get(str(trainer.accelerator.mixed_precision))),
     }  # fmt: skip
     if spec.optimizations.attention != "auto":
         attention = trainer.model.config.get_text_config()._attn_implementation

@@ -21,7 +21,7 @@ from ftbench.worker.model.parts import base_model, decoder_layers, part_of, plai
 from ftbench.worker.model.vision import reads_images
 
 SCHEMA = 1
-AUTOCAST = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}  # accelerate's names for values of train.precision
+PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}  # values of train.precision, by accelerate's names
 # The first pattern that matches a parameter's name gives the kind of the parameter.
 _KINDS = (
     ("head", r"\blm_head\b"), ("embedding", "embed"), ("experts", r"\bexperts\b"),

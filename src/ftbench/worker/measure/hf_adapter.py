@@ -54,7 +54,6 @@ class HfRecording(TrainerCallback):
         self._recorder.start(state.max_steps)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.grad_norm = None
         self._recorder.begin_step()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
