@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -164,7 +165,9 @@ def largest_batch_of(run: RunDir, spec: Experiment) -> Largest | None:
     most = spec.dataset.max_length
     whole = all(row.real_tokens == row.padded_tokens == (row.samples or 0) * most for row in rows)
     filled = flat and on.fixed_shape and all((row.samples or 0) <= passes * spec.train.batch_size for row in rows)
-    return Largest(batch, batch, padded, whole or filled, "as the run had it")
+    known = spec.dataset.has_images and len(tables) == passes == 1  # else each step has several batches
+    records = tuple(sorted({*accumulate((row.padded_tokens or 0 for row in rows), max)})) if known else ()
+    return Largest(batch, batch, padded, whole or filled, "as the run had it", records=records)
 
 
 def rows(runs: Sequence[Measured], known: Constants) -> list[RunErrors]:

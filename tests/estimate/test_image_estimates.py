@@ -76,7 +76,26 @@ def test_single_samples_of_different_lengths_leave_unused_blocks() -> None:
     assert one.reserved.low < 17.16 < one.reserved.high
     assert one.reserved.expected == pytest.approx(17.16, rel=0.015)
     assert eight.allocated.expected == pytest.approx(31.03, rel=0.01)
-    assert eight.reserved.high == pytest.approx(62.02, rel=0.02)
+    assert eight.reserved.expected == pytest.approx(62.02, rel=0.02)
+
+
+def test_each_batch_longer_than_all_earlier_ones_leaves_the_widest_tensors_unused() -> None:
+    """QLoRA has six float32 tensors of the MLP at the same time. The positions of image features hold one of them.
+
+    A run with batch 4 of 10 steps reserved 3.21 to 3.27 GiB in each step with a longer batch. A run with
+    `longest_first` has no such step. A full GPU has no unused blocks."""
+    images, sets = ImageSize(4 * 2928, 20, 20 * 577), ["train.batch_size=4", "optimizations.gradient_checkpointing=on"]
+    spec = load(Path("configs/llava-next-qlora.yaml"), sets)
+
+    def reserved(*tokens: int, total: float = 140.0) -> float:
+        batch = BatchShape(4, tokens[-1] // 4, 160, images)
+        found = Largest(batch, batch, True, False, "", unequal=True, records=tokens)
+        return estimate_memory(spec, gpu(), total=total, batch=found).reserved.expected
+
+    once, twice = reserved(12236), reserved(12124, 12236)
+    assert twice - once == pytest.approx(3.27, rel=0.05)
+    assert reserved(12235, 12236) == pytest.approx(once, abs=0.01)  # the allocator rounds blocks to 2 MiB
+    assert reserved(12124, 12236, total=24.0) < 24.0 < twice
 
 
 def test_the_range_contains_the_step_of_a_plain_script() -> None:

@@ -10,6 +10,7 @@ from ftbench.core.hardware import MODERN, Gpu, cublas_workspace
 from ftbench.core.units import GIB
 from ftbench.estimate.gpus import RESERVE, Capacity, capacity
 from ftbench.estimate.memory import ends
+from ftbench.estimate.memory.longer import longer_batches
 from ftbench.estimate.memory.phases import GATHERED, MemoryCase, Parts, checkpoints_on_host, peak, phases
 from ftbench.estimate.memory.share import free_in_other_streams, offloaded
 from ftbench.estimate.memory.weights import fetched_head, kept_by, on_host, optimizer_state, paged_state
@@ -31,7 +32,7 @@ ROUGH_SPREAD = 0.2  # for specs with large errors (`is_rough`)
 UNSEEN_SPREAD = 0.055  # for settings without a committed run, or not fully understood (see `_spread`)
 MEASURED = {"gpt_oss", "llama", "llava_next", "qwen2", "qwen3", "qwen3_moe"}  # families whose memory was measured
 GRAPH_POOL = 0.025  # measured: with a CUDA graph, the pool was larger by 0 to 0.035 of the tensors
-VARYING_MOST, VARYING_IMAGES = 0.5, 1.6  # pool / activations at most, if batch shapes vary (second value: with images)
+VARYING_MOST, VARYING_IMAGES = 0.5, 1.6  # pool / activations at most, if shapes vary (second: images, unknown order)
 CONTEXT_LEAST = 0.4  # GiB of a CUDA context on a small GPU, without the memory that the driver reserves for itself
 CONTEXT_MORE = 0.2  # GiB by which a context may exceed the median of the runs, because kernels are loaded on first use
 # GiB of NCCL's buffers outside the allocator, and GiB that may be added. Two H100 and two H200 had 0.8 (ddp), 0.9 to
@@ -186,10 +187,12 @@ def _case(
     model = rank_model(shape_of(spec.model), sharding)
     batch = batch or largest(spec, model.vision)
     steady = batch.whole or spec.optimizations.fixed_shape or spec.optimizations.packing
+    plan = plan_of(spec, model, batch.padded, batch.whole)
+    ordered = plan.checkpointing == "full" and sharding.gpus == 1 and not steady
     case = MemoryCase(
-        model, plan_of(spec, model, batch.padded, batch.whole), rank_shape(batch.expected, sharding),
+        model, plan, rank_shape(batch.expected, sharding),
         spec.train.gradient_accumulation_steps > 1, sharding, 2 * cublas_workspace(capability),
-        (batch.padded or batch.unequal) and not steady,
+        (batch.padded or batch.unequal) and not steady, batch.records if ordered else (),
     )  # fmt: skip
     return case, batch
 
@@ -200,7 +203,7 @@ def _tiers(
     """Return the allocated, reserved and device memory in GiB, with their ranges.
 
     `ends` are the peak bytes with the smallest likely batch and with the largest possible batch. Free blocks of other
-    CUDA streams count only while memory is left, because the allocator frees them on a full GPU."""
+    CUDA streams and of shorter batches count only while memory is left: the allocator frees them on a full GPU."""
     phase, size = peak(named)
     lowest, at_peak, highest = (each * known.allocated_factor / GIB for each in (ends[0], size, ends[1]))
     below = SHARDED_BELOW if spread == SHARDED_SPREAD else spread
@@ -210,7 +213,7 @@ def _tiers(
     held += fetched_head(case.model, case.plan) / GIB  # the head is freed, but its block is split
     held += GRAPH_POOL * at_peak * case.plan.graphed
     widest = 3 if case.plan.compiled else 2  # measured: pools with compiled layers were 0.5 to 2.4 GiB larger
-    left, share = _not_reused(named, phase, basis, bool(case.batch.images.patches)), known.pool_range
+    left, share = _not_reused(case, named, phase, basis), known.pool_range
     beyond = max(widest * held, left, POOL_LEAST * at_peak, SEGMENTS)
     reserved = Band(
         allocated.low + held * (1 - share), at_peak + held, allocated.high + held + share * max(0.0, beyond - held)
@@ -223,12 +226,13 @@ def _tiers(
         reserved.high + outside + share * more,
     )  # fmt: skip
     apart = free_in_other_streams(case.model, case.plan, case.sharding, named[phase].get("gradients", 0.0)) / GIB
+    apart += longer_batches(case, basis["varying_share"] * (1 + known.varying_share))
     expected, high = (max(0.0, min(apart, has.total - has.margin - end)) for end in (device.expected, device.high))
     tiers = ((each.low, each.expected + expected, each.high + high) for each in (reserved, device))
     return [allocated, *(Band(low, middle, max(middle, top)) for low, middle, top in tiers)]
 
 
-def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis, images: bool) -> float:
+def _not_reused(case: MemoryCase, named: dict[str, Parts], phase: str, basis: SlackBasis) -> float:
     """Return an upper bound in GiB of the allocator's free blocks that tensors of the peak `phase` cannot reuse.
 
     The bound is the largest of four sizes: some of the activations (if batch shapes vary), the logits (if the peak is
@@ -237,7 +241,7 @@ def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis, images: 
     loss_only = named["loss"]["logits"] / GIB if phase != "loss" else 0.0
     temporary = named["optimizer step"]["one step"] / GIB if basis["optimizer_share"] else 0.0
     gathered = max(parts.get(GATHERED, 0.0) for parts in named.values()) / GIB
-    most = VARYING_IMAGES if images else VARYING_MOST
+    most = VARYING_IMAGES if case.batch.images.patches and not case.records else VARYING_MOST
     return max(most * basis["varying_share"], loss_only, temporary, gathered)
 
 
@@ -273,8 +277,8 @@ def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
 
     The logits of ftbench's chunked loss do not count, because all chunks reuse the same blocks. The cast of the head
     does not count if it is part of the peak (in the loss), or if batch shapes vary, because activations then use its
-    block. A compiled layer counts with its temporary and its saved tensors. The optimizer's temporary tensors first
-    reuse free blocks of the backward pass, so only those in new blocks count."""
+    block. A compiled layer counts with its temporary and its saved tensors, unless `longer_batches` counts them. The
+    optimizer's temporary tensors first reuse free blocks of the backward pass, so only those in new blocks count."""
     logits = 0.0 if case.plan.loss == "chunked" else ends.logits(case.model, case.plan, case.batch)
     reused = case.varies or peak(named)[0] == "loss"
     transient = logits + (0.0 if reused else ends.head_cast(case.model, case.plan))
@@ -286,7 +290,7 @@ def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
     ahead = max(0.0, sum(named["loss"].values()) - sum(named["optimizer step"].values()))
     unshared = max(0.0, 1 - ahead / (2 * step)) if case.plan.full and step else 0.0
     return {
-        "logits_share": transient / GIB, "compiled_share": layer / GIB if case.plan.compiled else 0.0,
+        "logits_share": transient / GIB, "compiled_share": layer / GIB * (case.plan.compiled and not case.records),
         "varying_share": acts / GIB if case.varies else 0.0, "optimizer_share": step * unshared / GIB,
     }  # fmt: skip
 

@@ -19,7 +19,7 @@ class MemoryCase:
 
     `accumulates` means that gradients stay during the next forward pass (gradient accumulation). `workspace` is the
     memory in bytes that libraries hold in torch's allocator. `varies` means that batch shapes vary. Then the allocator
-    keeps blocks of many sizes."""
+    keeps blocks of many sizes. `records` is described in `Largest`."""
 
     model: ModelShape
     plan: TrainingPlan
@@ -28,6 +28,7 @@ class MemoryCase:
     sharding: Sharding = SINGLE
     workspace: float = 0.0
     varies: bool = False
+    records: tuple[int, ...] = ()
 
     @property
     def keeps_gradients(self) -> bool:

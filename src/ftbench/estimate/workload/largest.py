@@ -48,7 +48,7 @@ class Largest:
 
     `padded` means that a batch has padding, or rows with several samples. `whole` means that each row has one sample,
     and all rows have the same length. `unequal` means that other batches may have other lengths. `basis` describes the
-    source of the lengths."""
+    source of the lengths. `records` are the tokens of each batch longer than all before, if their order is known."""
 
     expected: BatchShape
     most: BatchShape
@@ -57,6 +57,7 @@ class Largest:
     basis: str
     least: BatchShape | None = None
     unequal: bool = False
+    records: tuple[int, ...] = ()
 
 
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
@@ -101,7 +102,8 @@ def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
         most = BatchShape(*width, layout.size * heaviest.labels, images)
     unequal = len(set(lengths)) > 1
     padded = (unequal or layout.flat) and (expected.rows > 1 or layout.flat or layout.fixed)
-    return Largest(expected, most, padded, _whole(layout, np.asarray(lengths)), known.basis, None, unequal)
+    records = tuple(np.unique(np.maximum.accumulate([batch.tokens for batch in tried])).tolist())
+    return Largest(expected, most, padded, _whole(layout, np.asarray(lengths)), known.basis, None, unequal, records)
 
 
 def _whole(layout: Layout, lengths: Lengths) -> bool:
