@@ -392,6 +392,18 @@ def test_a_probe_replaces_the_published_ceiling(tmp_path):
         estimate(train={"precision": "fp32"})
 
 
+@pytest.mark.parametrize("gpu", [gpu.name for gpu in gpus() if gpu.bf16 is None])
+def test_a_card_without_bf16_is_estimated_in_the_precision_that_the_error_names(ftbench, gpu):
+    question = ("Qwen/Qwen3-0.6B", "--length", 100, "--gpu", gpu)
+    code, _, err = ftbench("recommend", *question)
+    assert code != 0
+    assert "in fp32 is not known: use --set train.precision=fp16, or run `ftbench probe`" in err
+    for command in ("estimate", "recommend"):
+        code, out, _ = ftbench(command, *question, "--set", "train.precision=fp16", "--json")
+        assert code == 0
+        assert "is not known" not in out
+
+
 def test_a_slow_host_makes_launch_bound_steps_longer(tmp_path):
     short = {"dataset": {"name": "synthetic", "samples": 64, "length": 64}, "train": {"batch_size": 1}}
 

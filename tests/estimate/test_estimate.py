@@ -455,6 +455,21 @@ def test_a_24_gb_card_has_less_for_a_process() -> None:
         assert 0.3 <= capacity(gpu).total - capacity(gpu).usable <= 0.7
 
 
+@pytest.mark.parametrize(("larger", "smaller"), [
+    ("RTX 3090", "A10G"), ("RTX 6000 Ada", "L40S"), ("GB200", "B200"), ("V100 SXM2 16GB", "T4"), ("RTX 5080", "T4"),
+])  # fmt: skip
+def test_a_card_with_as_much_memory_has_as_much_for_a_process(larger: str, smaller: str) -> None:
+    large, small = (next(gpu for gpu in gpus() if gpu.name == name) for name in (larger, smaller))
+    assert large.memory_gb >= small.memory_gb
+    assert capacity(large).usable >= capacity(small).usable
+
+
+def test_an_rtx_3090_has_the_memory_of_its_driver() -> None:
+    """24576 MiB by nvidia-smi and 23.56 GiB by torch (noonghunna/club-3090#58)."""
+    has = capacity(next(gpu for gpu in gpus() if gpu.name == "RTX 3090"))
+    assert (has.total, has.usable) == (24.0, 23.56)
+
+
 @pytest.mark.parametrize(("high", "verdict"), [(23.6, "fits"), (23.8, "uncertain"), (24.5, "uncertain")])
 def test_verdicts_compare_with_the_memory_of_a_process(high: float, verdict: str) -> None:
     """NVML's device memory includes 0.62 GiB of the driver: 23.6 are 22.98 for a process, and 0.5 is for a display."""

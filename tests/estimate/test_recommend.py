@@ -185,6 +185,23 @@ def test_a_spec_that_does_not_fit_comes_with_a_command_that_does(ftbench, spec_f
     assert samples[0] == pytest.approx(samples[1], rel=0.1)  # packed rows hold about as many
 
 
+@pytest.mark.parametrize("command", [
+    ("recommend",), ("init", "-o", "run.yaml"), ("estimate", "--set", "train.batch_size=4096", "--set", "method=full"),
+], ids=lambda words: words[0])  # fmt: skip
+@pytest.mark.usefixtures("few_ways")
+def test_the_command_for_an_amd_card_is_an_estimate(ftbench, monkeypatch, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    name, *options = command
+    data = ["--dataset", "200"] if name == "init" else ["--length", 200]
+    out = ftbench(name, "Qwen/Qwen3-8B", "--gpu", "MI300X", *data, "--samples", 9000, *options)[1]
+    assert "ftbench run" not in out
+    assert "ftbench cannot train on AMD GPUs" in out
+    words = shlex.split(out[out.index("  ftbench estimate ") :].replace("\\\n", "").splitlines()[0])
+    code, again, _ = ftbench(*words[1:], "--check")
+    assert code == 0
+    assert "on MI300X: fits" in again
+
+
 def test_the_settings_that_fit_keep_a_chosen_method(ftbench):
     sets = ("--set", "method=qlora", "--length", 600)
     out = ftbench("estimate", "Qwen/Qwen3-32B", *sets, "--gpu", "H100 SXM5")[1]
@@ -449,7 +466,7 @@ def test_gpus_with_the_same_reason_share_one_sentence(ftbench, spec_file):
     code, out, err = ftbench("estimate", spec_file, *small, "--gpu", "T4,V100 SXM2 32GB,H200 SXM")
     assert code == 0, err
     said = " ".join(out.split())
-    assert said.count("is not known: run `ftbench probe`") == 1
+    assert said.count("is not known: use --set train.precision=fp16") == 1
     assert "--store; also V100 SXM2 32GB" in said
 
 
@@ -587,7 +604,7 @@ def test_memory_is_estimated_for_the_requested_samples_and_not_for_the_specs_ste
 def test_the_printed_command_keeps_the_order_of_a_recipe_and_other_settings(spec_file):
     sets = ["method=full", "recipe=small"]  # the recipe sets the method to qlora
     found = load(spec_file, sets)
-    typed = typed_spec(shlex.split(run_command(spec_file, sets, found))[2:])
+    typed = typed_spec(shlex.split(run_command(spec_file, sets, found, GPUS["RTX 4090"]))[2:])
     assert (typed.method, typed.train, typed.optimizations) == (found.method, found.train, found.optimizations)
 
 

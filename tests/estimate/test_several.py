@@ -510,7 +510,7 @@ def test_a_mesh_can_become_any_launch(tmp_path: Path, other: tuple[str, int]) ->
                     f"dataset: {{name: synthetic, samples: 64, length: 512}}\nlaunch: {MESH}\n")  # fmt: skip
     strategy, count = other
     asked = on_gpus(load(path), count, strategy)
-    words = shlex.split(run_command(path, (), asked))[2:]
+    words = shlex.split(run_command(path, (), asked, gpus()[0]))[2:]
     assert typed_spec(words).launch == asked.launch
 
 

@@ -151,11 +151,12 @@ def _alternative(
     best = ranking.alternative(spec, target.gpu, history)
     if best is None:
         return "`ftbench recommend` did not find a batch, optimization or method that certainly fits.", None
-    memory, command = best.memory, spec_file.run_command(request.spec, sets, best.spec)
+    memory, command = best.memory, spec_file.run_command(request.spec, sets, best.spec, best.gpu)
     where = "" if request.gpu is None or len(gpus_named(request.gpu)) == 1 else f" on {target.name}"
     needed = f"{gibibytes(memory.device.expected)} of {gibibytes(memory.total)} GiB{where}"
     record = {"command": command, "device_gb": asdict(memory.device)}
-    return f"The fastest settings that fit take {needed}:\n{folded_command(command)}", record
+    note = f"\n{text.AMD}" if best.gpu.compute_capability is None else ""
+    return f"The fastest settings that fit take {needed}:\n{folded_command(command)}{note}", record
 
 
 def _targets(request: EstimateRequest) -> list[Target]:

@@ -18,6 +18,7 @@ from ftbench.spec.prices import Amount, Prices, amount
 _Z = 1.645  # 95 % quantile of the standard normal distribution, which is the upper end of a 90 % range
 _BAR = 32  # characters of the longest bar
 LIMITS = {"host": "launch-bound", "images": "image loading"}  # text for each bottleneck except the GPU
+AMD = "ftbench cannot train on AMD GPUs, so the command only estimates"
 LAUNCH_BOUND = "launch-bound: the CPU starts kernels too slowly, so a faster GPU gains little"
 
 

@@ -25,7 +25,6 @@ from ftbench.spec.prices import Amount, Prices, amount
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = get_args(Objective)
 PACKED = 0.1  # with packing, the samples per step may differ from the effective batch by this share
-NO_ROWS = "packed rows cannot hold this number of samples per step (--effective-batch)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ def _best_batch(variant: Candidate, resolved: Experiment, gpu: Gpu, goal: Goal, 
     if effective == 0:
         if not variant.spec.optimizations.packing:
             return f"the samples per step are not divisible by {variant.spec.launch.gpus} GPUs (--effective-batch)"
-        return NO_ROWS
+        return "packed rows cannot hold this number of samples per step (--effective-batch)"
     smallest = with_batch(resolved, 1, 2 if (effective or 1) > 1 else 1)
     sizes = _fitting_batches(smallest, gpu, effective, goal, cache)
     if not sizes:

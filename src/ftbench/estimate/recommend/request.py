@@ -1,7 +1,6 @@
 """Answer `ftbench recommend`: check the options of the command, and search for the best variants."""
 
 import math
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from ftbench.estimate.recommend.ranking import (
     recommend,
     samples_per_step,
 )
-from ftbench.estimate.recommend.spec_file import run_command
+from ftbench.estimate.recommend.spec_file import command_on, run_command
 from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.sharding import counts
@@ -84,11 +83,11 @@ def answer(request: RecommendRequest) -> Recommendation:
 
 def command_of(request: RecommendRequest, recommendation: Recommendation) -> str:
     """Return the command that trains the best variant, with the spec file of `-o` or with `--set` values."""
-    if not recommendation.options:
-        return ""
-    if request.output is not None:
-        return shlex.join(["ftbench", "run", str(request.output)])
-    return run_command(request.spec, request.sets, as_runnable(recommendation.options[0], recommendation.goal))
+    for best in recommendation.options[:1]:
+        if request.output is not None:
+            return command_on(best.gpu, request.output)
+        return run_command(request.spec, request.sets, as_runnable(best, recommendation.goal), best.gpu)
+    return ""
 
 
 def _gpus(text: str | None) -> list[Gpu]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from ftbench.core.hardware import Gpu
 from ftbench.core.units import optimizations_on
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
@@ -110,15 +111,21 @@ def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
     return min(similar, key=lambda pair: (len(pair[1]), pair), default=("", []))
 
 
-def run_command(path: Path, sets: Sequence[str], best: Experiment) -> str:
-    """Return the shortest `ftbench run` command that trains `best`, with the user's spec file and `--set` values."""
+def run_command(path: Path, sets: Sequence[str], best: Experiment, gpu: Gpu) -> str:
+    """Return the shortest command that trains `best` on a GPU, with the user's spec file and `--set` values."""
     (name, _), commands = _nearest_recipe(best), list[list[str]]()
     has_recipe = any(text.startswith("recipe=") for text in sets)
     for first in ([], *([[f"recipe={name}"]] if name and not has_recipe else [])):
         given = [*first, *sets]
         with suppress(SpecError):  # a recipe may not work with the keys of the spec
             commands.append([*given, *changed_keys(load(path, given), best)])
-    return shlex.join(["ftbench", "run", str(path), *options_of(min(commands, key=len))])
+    return command_on(gpu, path, options_of(min(commands, key=len)))
+
+
+def command_on(gpu: Gpu, path: Path, options: Sequence[str] = ()) -> str:
+    """Return an `ftbench run` command or, for an AMD GPU, an `ftbench estimate` command: ftbench cannot train there."""
+    where = ["estimate", str(path), "--gpu", gpu.name] if gpu.compute_capability is None else ["run", str(path)]
+    return shlex.join(["ftbench", *where, *options])
 
 
 def changed_keys(spec: Experiment, other: Experiment) -> list[str]:

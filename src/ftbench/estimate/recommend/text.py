@@ -9,7 +9,7 @@ from ftbench.core import units
 from ftbench.core.table import folded, folded_command, text_table
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
 from ftbench.estimate.recommend.spec_file import spec_file, spec_values, variant_words
-from ftbench.estimate.text import LAUNCH_BOUND, LIMITS
+from ftbench.estimate.text import AMD, LAUNCH_BOUND, LIMITS
 from ftbench.spec.experiment import Experiment
 
 FP8 = "fp8 multiplies in 8 bits: check with `ftbench parity` that the recipe learns the same"
@@ -23,9 +23,7 @@ def as_text(answer: Recommendation, command: str = "", every: bool = False) -> s
     lines = [folded(" · ".join(_question(goal))), ""]
     if answer.options:
         per_gpu = answer.best_per_gpu()
-        lines += [
-            _table(answer.options if every else per_gpu, goal), "", folded(_answer(answer.options[0])),
-        ]  # fmt: skip
+        lines += [_table(answer.options if every else per_gpu, goal), "", folded(_answer(answer.options[0]))]
         lines += [folded_command(command)] if command else []
         lines += ["", *map(folded, _notes(answer))]
         if not every and (more := len(answer.options) - len(per_gpu)):
@@ -100,6 +98,7 @@ def _notes(answer: Recommendation) -> list[str]:
     """Return the notes below the table, for example about the deadline and about sample lengths."""
     best, goal, per_gpu = answer.options[0], answer.goal, answer.best_per_gpu()
     lines = [f"basis of the time: {best.duration.confidence}", *_other_lengths(answer)]
+    lines += [AMD] if best.gpu.compute_capability is None else []
     lines += [LAUNCH_BOUND] if any(option.duration.bound == "host" for option in per_gpu) else []
     if without := [gpu.name for gpu in goal.gpus if gpu not in {option.gpu for option in per_gpu}]:
         lines.append(f"no variant is possible on {units.listed(without, 5)}: --all shows the reasons")
