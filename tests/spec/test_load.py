@@ -467,15 +467,15 @@ def test_more_stages_than_gpus_are_an_error_with_verl(problems):
 def test_numbers_of_a_pipeline_name_its_strategy(files, section, strategy, sizes):
     own = files(own=f"{MODEL}train: {{batch_size: 4}}\nlaunch: {{{section}}}\n") / "own.yaml"
     launch = load(own).launch
-    assert (launch.strategy, (launch.gpus, launch.pp, launch.tp, launch.shares)) == (strategy, sizes)
+    assert (launch.strategy, (launch.gpus, launch.pp, launch.tp, launch.data_parallel_size)) == (strategy, sizes)
     assert type(launch).model_validate(launch.model_dump()) == launch
 
 
 def test_mesh_can_be_changed_by_set(files):
     own = files(own="model: {id: a/b}\nlaunch: {gpus: 8, strategy: tp+fsdp}\n") / "own.yaml"
     launch = load(own).launch
-    assert (launch.strategy, launch.gpus, launch.tp, launch.shares) == ("tp+fsdp", 8, 2, 4)
-    assert load(own, ["launch.gpus=6"]).launch.shares == 3
+    assert (launch.strategy, launch.gpus, launch.tp, launch.data_parallel_size) == ("tp+fsdp", 8, 2, 4)
+    assert load(own, ["launch.gpus=6"]).launch.data_parallel_size == 3
     other = load(own, ["launch.gpus=2", 'launch.strategy="tp"', "launch.tp=off"]).launch  # as an estimate prints it
     assert (other.strategy, other.gpus, other.tp) == ("tp", 2, None)
 

@@ -36,7 +36,7 @@ def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
         MissingError: A data set of the Hugging Face Hub cannot be loaded."""
     spec = load(spec_path, sets)
     dataset, images = spec.dataset, _with_images(spec)
-    if dataset.is_made:
+    if dataset.is_generated:
         known = lengths_of(dataset, pairs=spec.objective.pairs, prompts=spec.objective.prompts)
         values, source = (images.lengths, images.basis) if images else (known.values, known.source)
         return _document(spec, values, source, dataset.samples or len(values), "synthetic tokens", [], images=images)
@@ -116,7 +116,7 @@ def _document(
 
 def _real_share(spec: Experiment, kept: Sequence[int], images: KnownSamples | None) -> float:
     """Return `real tokens / positions` in the training batches. Positions are real tokens and padding."""
-    ordered = spec.dataset.is_made or images
+    ordered = spec.dataset.is_generated or images
     trained = tuple(kept) if ordered else shuffled(kept, spec.dataset, spec.objective.sequences)
     batches = batches_of(spec, Lengths(trained, 1.0, ""))
     return per_step(spec, batches, "real") / per_step(spec, batches, "positions")

@@ -48,14 +48,14 @@ def check_installed(spec: Experiment) -> None:
     trl.check_installed(spec.model_copy(update={"optimizations": Optimizations()}))  # applied by the framework
     wanted, python = FRAMEWORKS[spec.launch.framework], interpreter(spec.launch)
     if not Path(python).is_file() or not os.access(python, os.X_OK):
-        raise MissingError(f"launch.python: {spec.launch.python}: no such interpreter; {wanted.way}")
+        raise MissingError(f"launch.python: {spec.launch.python}: no such interpreter; {wanted.install_hint}")
     version = _version(python, wanted.package)
     if not version:
-        raise MissingError(f"launch.python: {spec.launch.python} does not have {wanted.package}; {wanted.way}")
+        raise MissingError(f"launch.python: {spec.launch.python} does not have {wanted.package}; {wanted.install_hint}")
     if version != wanted.version and not spec.measure.allow_fallback:
         raise MissingError(
             f"launch.python: {spec.launch.python} has {wanted.package} {version:.40}, but {wanted.version} was tested: "
-            f"{wanted.way}; measure.allow_fallback=on runs it anyway"
+            f"{wanted.install_hint}; measure.allow_fallback=on runs it anyway"
         )
     for package, why in needs(spec, machine.gpu() is not None).items():
         if not _version(python, package):

@@ -128,7 +128,7 @@ class Dataset(Part):
     )
 
     @property
-    def is_made(self) -> bool:
+    def is_generated(self) -> bool:
         """Whether ftbench generates the samples."""
         return self.name in _MADE
 
@@ -213,10 +213,10 @@ def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, wher
     from ftbench.core.data_formats import BadRow, example
 
     try:
-        made = example(named_row(row, dataset), format_name, dataset.prompt)
+        parsed = example(named_row(row, dataset), format_name, dataset.prompt)
         # text that no file and no tokenizer can take is an error
-        json.dumps((made.messages, made.rejected, made.text), ensure_ascii=False, default=str).encode()
-        return made
+        json.dumps((parsed.messages, parsed.rejected, parsed.text), ensure_ascii=False, default=str).encode()
+        return parsed
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: {error.object[error.start]!r} is half of a surrogate pair: remove it") from None
     except BadRow as error:

@@ -194,7 +194,7 @@ class Experiment(Part):
     @property
     def global_batch(self) -> int:
         """Samples per optimizer step, summed over all ranks. With packing, rows per step instead of samples."""
-        return self.train.batch_size * self.train.gradient_accumulation_steps * self.launch.shares
+        return self.train.batch_size * self.train.gradient_accumulation_steps * self.launch.data_parallel_size
 
     @property
     def second_model(self) -> bool:

@@ -48,7 +48,7 @@ class Framework:
         return self.versions[self.package]
 
     @property
-    def way(self) -> str:
+    def install_hint(self) -> str:
         """A sentence for error messages that explains how to install the framework."""
         name = next(name for name, each in FRAMEWORKS.items() if each is self)
         return f"install it as docs/how-to/other-frameworks.md says ({name}), and set launch.python to DIR/bin/python"
@@ -87,7 +87,7 @@ def incompatibilities(spec: Experiment) -> list[str]:
     who, framework = f"launch.framework {launch.framework}", FRAMEWORKS[launch.framework]
     problems = []
     if not launch.python and launch.mock == "off":
-        problems.append(f"{who} needs launch.python, the interpreter of its environment: {framework.way}")
+        problems.append(f"{who} needs launch.python, the interpreter of its environment: {framework.install_hint}")
     for key, value, supported in (
         ("method", spec.method.name, framework.methods),
         ("train.optimizer", train.optimizer, framework.optimizers),

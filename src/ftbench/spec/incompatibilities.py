@@ -87,8 +87,8 @@ def resolve(spec: Experiment, capability: Capability) -> Experiment:
     if not changes:
         return spec
     decided = with_changes(spec, {key: value for key, (value, _) in changes.items()})
-    made = {key: {"value": value, "reason": reason} for key, (value, reason) in changes.items()}
-    decided.__dict__["_resolved"] = {**spec.resolved, **made}  # not a field: == ignores it
+    resolved = {key: {"value": value, "reason": reason} for key, (value, reason) in changes.items()}
+    decided.__dict__["_resolved"] = {**spec.resolved, **resolved}  # not a field: == ignores it
     return decided
 
 
@@ -130,6 +130,6 @@ def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, 
 
 def unpublished(spec: Experiment, capability: Capability) -> str | None:
     """Return why `triton_kernels: auto` becomes off on this machine, else None. Recipes are published with the kernels
-    on. With the kernels off, the published speed and verdict of a recipe are not valid."""
+    on. With the kernels off, the published speed and verdict of a recipe do not apply."""
     reason = compute.kernels_left_out(spec, capability)
     return reason and f"recipes are published with {KERNELS} on, but this machine would turn it off: {reason}"

@@ -80,7 +80,7 @@ class Launch(Part):
         return self.ranks > 1 and STRATEGIES[self.strategy].sharded
 
     @property
-    def shares(self) -> int:
+    def data_parallel_size(self) -> int:
         """The data-parallel size: the number of different batches that the GPUs process at the same time."""
         if self.tp or self.pp:
             return max(1, self.ranks // ((self.tp or 1) * (self.pp or 1)))

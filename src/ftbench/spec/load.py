@@ -47,8 +47,8 @@ class ImpossibleError(SpecError):
 
 
 def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
-    """Return the spec in a file. The section `sweep:` is ignored. Raise SpecError with one message per mistake, such as
-    `file:line: key: problem`."""
+    """Return the spec in a file. The section `sweep:` is ignored. Raise SpecError with one message
+    (`file:line: key: problem`) per mistake."""
     layers = read_layers(path, sets)
     return validated(merged(layers, path), layers)
 
@@ -221,12 +221,12 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     If `over` names another method, dataset or model, drop the keys of `base` that do not apply to the new one. For
     example, a change from qlora to lora keeps `rank` and drops `double_quant`.
     """
-    sections = {key: {**_surviving(key, base[key], value), **value} for key, value in over.items()
+    sections = {key: {**_kept_keys(key, base[key], value), **value} for key, value in over.items()
                 if isinstance(value, dict) and isinstance(base.get(key), dict)}  # fmt: skip
     return {**base, **over, **sections}
 
 
-def _surviving(section: str, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def _kept_keys(section: str, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     naming = SHORT_FORMS.get(section)
     if naming is None or naming not in new or new[naming] == old.get(naming):
         return old

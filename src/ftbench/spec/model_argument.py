@@ -95,8 +95,8 @@ def options_of(sets: Sequence[str]) -> list[str]:
         with suppress(ValueError):
             data = json.loads(value) if key == "dataset" else None
         if not isinstance(data, dict):
-            own = value[:1] != "{" and (key == "dataset" or (key == "recipe" and text == sets[0]))
-            words += [f"--{key}", value] if own else [f"--set={text}"]
+            has_option = value[:1] != "{" and (key == "dataset" or (key == "recipe" and text == sets[0]))
+            words += [f"--{key}", value] if has_option else [f"--set={text}"]
         elif data.keys() == {"name", "path"}:
             words += ["--dataset", data["path"]]
         elif data == _generated(data.get("mean_length", _SAMPLES), data.get("samples")):

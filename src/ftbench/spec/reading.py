@@ -208,7 +208,7 @@ _WORDS = {"True": "on", "False": "off"}
 
 
 def in_file(error: ValidationError, path: Path, root: type[BaseModel], *above: str) -> Iterator[str]:
-    """Yield `file:line: key: problem` for each of pydantic's errors. `above` is the path of the validated section."""
+    """Yield `file:line: key: problem` for each of pydantic's errors. `above` are the keys of the validated section."""
     for problem in error.errors(include_url=False):
         key = [*above, *map(str, problem["loc"])]
         yield f"{location(path, key)}: {'.'.join(key)}: {sentence([problem], root)}"
@@ -224,8 +224,8 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
     """
     problem = problems[0]
     kind, value, where = problem["type"], problem["input"], problem["loc"]
-    swept = kind.startswith(("int_", "float_", "string_", "literal_")) or where in (("method",), ("model",))
-    if swept and extra_keys and isinstance(value, list) and value and not (isinstance(value[0], dict) or problems[1:]):
+    scalar = kind.startswith(("int_", "float_", "string_", "literal_")) or where in (("method",), ("model",))
+    if scalar and extra_keys and isinstance(value, list) and value and not (isinstance(value[0], dict) or problems[1:]):
         return f"{shown(value)} is a list: a run has one value; to train several, use `sweep: {{axes: {{KEY: [...]}}}}`"
     if len(problems) > 1:
         parts = [part.removeprefix("must ").removeprefix("be ") for each in problems for part in _expected(each)]
@@ -234,8 +234,8 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
     if kind == "extra_forbidden":
         key, allowed = str(where[-1]), [*(extra_keys if len(where) == 1 else ()), *keys_at(root, where[:-1])]
         sections = {name: _models(field.annotation) for name, field in root.model_fields.items() if name != where[0]}
-        of = next((name for name, models in sections.items() if any(key in each.model_fields for each in models)), None)
-        meant = f"; did you mean {of}.{key}?" if of else nearest(key, allowed)
+        owner = next((name for name, models in sections.items() if any(key in m.model_fields for m in models)), None)
+        meant = f"; did you mean {owner}.{key}?" if owner else nearest(key, allowed)
         return f"no such key{meant} (allowed: {', '.join(allowed)})"
     if kind == "missing":
         return "is missing"

@@ -153,7 +153,7 @@ def same_samples(spec: Experiment) -> dict[str, Any]:
     same number of samples as a padded step.
 
     Return no changes for a spec without packing, or with data that is not generated (unknown sample lengths)."""
-    if not spec.optimizations.packing or not spec.dataset.is_made:
+    if not spec.optimizations.packing or not spec.dataset.is_generated:
         return {}
     every = _lengths(spec)
     lengths = every[: spec.dataset.samples]
@@ -189,10 +189,10 @@ def probe(spec: Experiment, batch: int) -> Dataset:
     packed sample that attends to another one answers incorrectly."""
     count = max(9, 2 * batch + 1)
     if spec.dataset.has_images:
-        structure = "tasks" if spec.dataset.is_made else "random"
+        structure = "tasks" if spec.dataset.is_generated else "random"
         return spec.dataset.model_copy(update={"samples": count, "eval_samples": 0, "structure": structure})
     limit = spec.dataset.max_length
-    longest = max(_lengths(spec)) if spec.dataset.is_made else min(limit, LONGEST)
+    longest = max(_lengths(spec)) if spec.dataset.is_generated else min(limit, LONGEST)
     tasks = Dataset(name="synthetic", structure="tasks", samples=count, max_length=limit, seed=spec.dataset.seed,
                     mean_length=max(8.0, min(limit / 8, 100.0)))  # fmt: skip
     lengthen = longest / max(synthetic_lengths(tasks, count))

@@ -102,7 +102,7 @@ def _hash_of(run: TrainingRun, data: Prepared, recorder: Recorder) -> str:
         run.require_applied(verify_order(data.train, spec, recorder.batches, recorder.order_hash, rank or 0))
     if rank is None:
         return recorder.order_hash
-    return token_hash(data.train, spec, recorder.batches * spec.launch.shares)
+    return token_hash(data.train, spec, recorder.batches * spec.launch.data_parallel_size)
 
 
 def prepared(spec: Experiment, source: str) -> tuple[Any, Prepared]:

@@ -106,8 +106,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     """Return the SFT trainer for the spec. The order of the samples is fixed: all methods train on the same tokens."""
     most = data.most_parts(spec.train.batch_size)
     pictures: list[Picture] = []
-    several = spec.launch.shares > 1 or spec.launch.pp
-    size = spec.train.batch_size * spec.launch.shares if several else 1
+    several = spec.launch.data_parallel_size > 1 or spec.launch.pp
+    size = spec.train.batch_size * spec.launch.data_parallel_size if several else 1
     if spec.launch.sharded and data.pixels:
         _check_pictures(spec, data, size)
     train, evaluation = (dataset(filled(rows, size), pictures) for rows in (data.train, data.evaluation))
@@ -141,7 +141,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     optimizer.attach(loop, spec)
     optimizer_in_backward.attach(loop, spec)
     loop.batches, loop.graph = set(), cuda_graph.of(model)
-    loop.shares = spec.launch.shares if spec.launch.parts_of_sequence > 1 else None
+    loop.shares = spec.launch.data_parallel_size if spec.launch.parts_of_sequence > 1 else None
     loop.without_trls_metrics = bool(spec.optimizations.chunked_loss or spec.optimizations.liger)
     return loop
 

@@ -109,7 +109,7 @@ def recorder_of(spec: Experiment, directory: RunDir) -> Recorder:
         others += [GpuLoad(nvml, handle, own)] if own else []  # else the share of other processes is unknown
     sampler = Sampler(nvml if handle is not None else None, handle, others)
     rank = parallel.rank()
-    share = None if rank is None else rank * spec.launch.shares // spec.launch.ranks
+    share = None if rank is None else rank * spec.launch.data_parallel_size // spec.launch.ranks
     writer, count_graphs = StepsWriter(directory.steps), bool(spec.optimizations.compile)
     return Recorder(writer, gpu, sampler, count_graphs, rank or 0, share)
 

@@ -52,7 +52,7 @@ class MemoryCache:
         multiple of the number of micro-batches. With `likely`, only the expected memory must fit, without a margin, and
         synthetic data have as many samples as a batch needs."""
         has, unit, data = capacity(gpu, self._total), spec.launch.micro_batches or 1, spec.dataset
-        made = likely and data.is_made
+        made = likely and data.is_generated
 
         def spare(units: int) -> float:
             sized = with_batch(spec, units * unit)

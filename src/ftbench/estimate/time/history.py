@@ -93,7 +93,7 @@ class RunHistory:
             useful = summary["model"] == spec.model.id or _is_launch_bound(summary)
             if useful and canonical_name(summary["gpu"]) in names:
                 return True
-            return not spec.dataset.is_made and bool(summary["dataset"]["name"] == spec.dataset.name)
+            return not spec.dataset.is_generated and bool(summary["dataset"]["name"] == spec.dataset.name)
 
         runs = timed_runs([path], wanted) if path.is_dir() else []
         if path == DEFAULT_STORE and any(run.launch_bound for run in runs):

@@ -101,7 +101,7 @@ def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
     """Return (name, settings) of each shipped recipe. A recipe with `auto` is listed once for each possible choice."""
     made = []
     for name, given in shipped_recipes().items():
-        ends = [given["optimizations"], *compute.kernel_ends(given["optimizations"])]
+        ends = [given["optimizations"], *compute.kernel_choices(given["optimizations"])]
         made += [
             (name, {key: as_fact(key, value) for key, value in flat(given | {"optimizations": on})}) for on in ends
         ]

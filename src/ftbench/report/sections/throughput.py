@@ -94,7 +94,7 @@ def _shares(cell: Cell) -> int:
     numbers = {key: cell.facts.get(f"launch.{key}", "") for key in ("tp", "pp")}
     launch: dict[str, Any] = {"gpus": cell.gpus, "strategy": cell.facts.get(STRATEGY, "none")}
     launch |= {key: int(text) if text.isdecimal() else None for key, text in numbers.items()}
-    return Launch.model_construct(**launch).shares
+    return Launch.model_construct(**launch).data_parallel_size
 
 
 def _single(cell: Cell, group: Sequence[Cell], samples: int) -> Cell | None:

@@ -133,11 +133,11 @@ def graph_left_out(spec: Experiment, capability: Capability) -> str | None:
     return "; ".join(why) or None
 
 
-def kernel_ends(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return two copies of the optimizations: `triton_kernels: auto` becomes on in the first copy, off in the second.
-    With the kernels off, fp8 does not use delayed scaling. If the setting is not auto, return one copy."""
+def kernel_choices(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a copy of the optimizations for each value that `triton_kernels: auto` and `cuda_graph: auto` can become,
+    on before off. With the kernels off, fp8 does not use delayed scaling."""
     if values.get("cuda_graph") == "auto":
-        return [end for graph in (True, False) for end in kernel_ends({**values, "cuda_graph": graph})]
+        return [choice for graph in (True, False) for choice in kernel_choices({**values, "cuda_graph": graph})]
     if values.get("triton_kernels") != "auto":
         return [dict(values)]
     fp8 = "tensorwise" if values["fp8"] == DELAYED else values["fp8"]
@@ -148,7 +148,7 @@ def kernels_decided(spec: Experiment, capability: Capability) -> dict[str, Any]:
     """Return the settings that replace `triton_kernels: auto` on a GPU of this compute capability: {name: value}."""
     if spec.optimizations.triton_kernels != "auto":
         return {}
-    on, off = kernel_ends({name: getattr(spec.optimizations, name) for name in ("triton_kernels", "fp8")})
+    on, off = kernel_choices({name: getattr(spec.optimizations, name) for name in ("triton_kernels", "fp8")})
     return on if kernels_left_out(spec, capability) is None else off
 
 

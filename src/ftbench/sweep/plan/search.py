@@ -178,7 +178,7 @@ class Search(Plan):
 
     def _samples(self, family: Family) -> int | None:
         """Return the number of samples in the dataset, from a trial or the spec. Return None for generated data."""
-        if family.spec.dataset.is_made:
+        if family.spec.dataset.is_generated:
             return None
         datasets = (read_json(self._job(family, batch).run.applied).get("dataset", {}) for batch in family.trials)
         return next((int(each["samples"]) for each in datasets if each.get("samples")), family.spec.dataset.samples)
@@ -205,7 +205,7 @@ class Search(Plan):
             "train.batch_size": batch, "train.gradient_accumulation_steps": spec.train.gradient_accumulation_steps,
             **TRIAL,
         }  # fmt: skip
-        if spec.dataset.is_made:
+        if spec.dataset.is_generated:
             changes["dataset.samples"] = max(spec.dataset.samples or 0, batch)
         trial = with_changes(spec, changes | {"measure.repeats": 1})
         sets = (f"{key}={'on' if value is True else value}" for key, value in changes.items())

@@ -214,7 +214,7 @@ def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice =
     """Return the SHA-256 of the tokens and images in the first `count` batches. The slice `dealt` selects the batches
     of one rank. After the last batch, continue with the first batch."""
     size = spec.train.batch_size
-    full = filled(rows, size * spec.launch.shares)
+    full = filled(rows, size * spec.launch.data_parallel_size)
     batches = [full[at : at + size] for at in range(0, len(full), size)]
     digest = hashlib.sha256()
     for batch in islice(cycle(batches[dealt]), count):
@@ -228,7 +228,7 @@ def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice =
 
 def verify_order(rows: Sequence[Row], spec: Experiment, count: int, order_hash: str, rank: int) -> list[str]:
     """Return a message if `order_hash` differs from the hash of the `count` batches that `rank` should train on."""
-    shares = spec.launch.shares
+    shares = spec.launch.data_parallel_size
     share = rank * shares // spec.launch.ranks
     if order_hash == token_hash(rows, spec, count, slice(share, None, shares)):
         return []

@@ -110,7 +110,7 @@ class _Loop:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         # Megatron divides the loss by the micro-batches, and averages gradients over data-parallel ranks.
-        scale = len(parts) * self._spec.launch.shares / max(labels, 1)
+        scale = len(parts) * self._spec.launch.data_parallel_size / max(labels, 1)
 
         def forward(batch: Iterator[tuple[Tensor, Tensor, BatchCount]], model: Any) -> tuple[Tensor, Any]:
             ids, targets, count = next(batch)

@@ -40,7 +40,7 @@ def count(samples: list[Sample], width: int) -> BatchCount:
 
 def total_steps(spec: Experiment, rows: int) -> int:
     """Return the number of optimizer steps for this number of rows. The result is the same as in trl."""
-    batches = math.ceil(rows / (spec.train.batch_size * spec.launch.shares))
+    batches = math.ceil(rows / (spec.train.batch_size * spec.launch.data_parallel_size))
     return spec.train.max_steps or math.ceil(
         math.ceil(batches / spec.train.gradient_accumulation_steps) * spec.train.epochs
     )
@@ -51,13 +51,13 @@ def steps_of(spec: Experiment, rows: int) -> Iterator[list[list[range]]]:
     The batches are the same as in trl. The last batches of an epoch can be shorter or empty."""
 
     def endless() -> Iterator[list[list[range]]]:
-        size, shares, several = spec.train.batch_size, spec.launch.shares, spec.train.gradient_accumulation_steps
-        starts = range(0, rows, size * shares)
+        size, several = spec.train.batch_size, spec.train.gradient_accumulation_steps
+        starts = range(0, rows, size * spec.launch.data_parallel_size)
         while True:
             for first in range(0, len(starts), several):
                 yield [
-                    [range(min(at + size * share, rows), min(at + size * (share + 1), rows)) for share in range(shares)]
-                    for at in starts[first : first + several]
+                    [range(min(at, rows), min(at + size, rows)) for at in range(start, start + starts.step, size)]
+                    for start in starts[first : first + several]
                 ]
 
     return islice(endless(), total_steps(spec, rows))
@@ -65,7 +65,7 @@ def steps_of(spec: Experiment, rows: int) -> Iterator[list[list[range]]]:
 
 def share_of_rank(spec: Experiment) -> int:
     """Return the data-parallel index of this rank. All ranks of one model replica have the same index."""
-    return (parallel.rank() or 0) * spec.launch.shares // spec.launch.ranks
+    return (parallel.rank() or 0) * spec.launch.data_parallel_size // spec.launch.ranks
 
 
 def require_group() -> None:
@@ -82,7 +82,7 @@ def require_group() -> None:
 def step_facts(spec: Experiment, optimizer: Any, recomputes: bool, division: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of applied.json about the first step. `division` describes how the ranks divide the work."""
     launch = spec.launch
-    facts = {"strategy": launch.strategy, "ranks": launch.ranks, "shares": launch.shares}
+    facts = {"strategy": launch.strategy, "ranks": launch.ranks, "shares": launch.data_parallel_size}
     return {
         "loss_normalisation": "label tokens of the step",
         "gradient_checkpointing": float(recomputes),

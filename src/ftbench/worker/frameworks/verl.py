@@ -86,7 +86,7 @@ def unshuffled(spec: Experiment, rows: int) -> list[int]:
     The sampler is torch's DistributedSampler with seed 0: rank r of n gets the indices r, r + n, ... of a permutation.
     Raise SpecError if a batch is incomplete, because verl drops incomplete batches.
     """
-    shares, size = spec.launch.shares, spec.train.batch_size
+    shares, size = spec.launch.data_parallel_size, spec.train.batch_size
     of_share: list[list[int]] = [[] for _ in range(shares)]
     for step in own_loop.steps_of(spec, rows):
         if len(step) < spec.train.gradient_accumulation_steps or any(

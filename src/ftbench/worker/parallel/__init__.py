@@ -56,7 +56,7 @@ def applied(trainer: Any, spec: Experiment) -> dict[str, Any]:
     facts = {
         "strategy": launch.strategy,
         "ranks": launch.ranks,
-        "shares": launch.shares,
+        "shares": launch.data_parallel_size,
         "global_batch": spec.global_batch,
     }
     return {"parallel": facts | load(launch.strategy).applied(trainer)}

@@ -39,7 +39,7 @@ def _mesh(shares: int, stages: int, tensor: int) -> Any:
 
 
 def mesh_of(spec: Experiment) -> Any:
-    return _mesh(spec.launch.shares, spec.launch.pp, spec.launch.tp or 1)
+    return _mesh(spec.launch.data_parallel_size, spec.launch.pp, spec.launch.tp or 1)
 
 
 def reads(spec: Experiment) -> bool:
@@ -173,7 +173,7 @@ def cut(model: Any, spec: Experiment) -> Any:
         inner.norm = Elsewhere()
         base.set_output_embeddings(Elsewhere())
     base.config.tie_word_embeddings = tied
-    base._tp_size = spec.launch.tp and spec.launch.ranks // spec.launch.shares  # ranks with the same batch
+    base._tp_size = spec.launch.tp and spec.launch.ranks // spec.launch.data_parallel_size  # ranks with the same batch
     model.__dict__[KEY] = Pipeline(model, spec, split, mesh_of(spec), dtype)  # not as a submodule
     model.__dict__[parallel.COMPLETE] = complete
     return model
@@ -191,8 +191,8 @@ def _without_values(model: Any) -> Any:
 
 def arguments(spec: Experiment) -> dict[str, Any]:
     """Return the arguments of the trainer. accelerate gives `tp_size` consecutive ranks the same dataset rows."""
-    same = spec.launch.ranks // spec.launch.shares
-    sizes = {"dp_shard_size": spec.launch.shares} if spec.launch.shares > 1 else {}
+    same = spec.launch.ranks // spec.launch.data_parallel_size
+    sizes = {"dp_shard_size": spec.launch.data_parallel_size} if spec.launch.data_parallel_size > 1 else {}
     return ep.arguments(spec) | {"parallelism_config": ParallelismConfig(tp_size=same, **sizes)}
 
 
@@ -210,7 +210,7 @@ def attach(trainer: Any, spec: Experiment) -> None:
         model.train()
         count = inputs.pop(COUNT)
         trainer.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
-        loss = stages.train(trainer._prepare_inputs(inputs), num_items_in_batch / spec.launch.shares)
+        loss = stages.train(trainer._prepare_inputs(inputs), num_items_in_batch / spec.launch.data_parallel_size)
         if accelerator.sync_gradients:
             stages.finish_gradients()
         return loss

@@ -23,7 +23,7 @@ __all__ = ["applied", "arguments", "attach", "loading", "prepare", "verify"]
 
 def _mesh_shape(spec: Experiment) -> tuple[int, int]:
     """Return the number of GPUs in a group, and the number of groups. The GPUs of a group share each matrix."""
-    return spec.launch.ranks // spec.launch.shares, spec.launch.shares
+    return spec.launch.ranks // spec.launch.data_parallel_size, spec.launch.data_parallel_size
 
 
 @cache
