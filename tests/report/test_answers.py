@@ -104,7 +104,7 @@ def test_interval_across_cards_has_the_spread_between_sittings(tmp_path, other, 
         if other:
             machine = rundir.read_json(run.machine)
             rundir.write_json(run.machine, machine | {"gpus": [rundir.first_gpu(machine) | {"uuid": "GPU-other"}]})
-    plain, full = sorted(cells(tmp_path), key=lambda cell: cell.way != "plain")
+    plain, full = sorted(cells(tmp_path), key=lambda cell: cell.variant != "plain")
     ratio = pairs.pair_of("method.name", full, plain).speed
     assert widest - 0.02 < ratio.high / ratio.value < widest
 

@@ -389,7 +389,7 @@ def of_frameworks(tmp_path):
 def test_trl_is_named_only_next_to_another_framework(of_frameworks):
     make_run(of_frameworks, "packed", steps(seed=9), spec={"optimizations.packing": True})
     cells = cells_of(runs_of(collect([of_frameworks])))
-    assert {cell.way for cell in cells} == {
+    assert {cell.variant for cell in cells} == {
         "trl plain", "axolotl plain", "axolotl's best lora", "trl plain qlora", "axolotl plain qlora",
         "axolotl's best qlora",
         "lora with packing",

@@ -69,7 +69,7 @@ def test_names_use_only_differing_facts(monkeypatch):
     shown = []
     monkeypatch.setattr(naming, "short_value", lambda text: shown.append(text) or text)
     listed = cells(100)
-    assert [cell.way for cell in listed[:2]] == ["lora (learning rate 1e-06)", "lora (learning rate 2e-06)"]
+    assert [cell.variant for cell in listed[:2]] == ["lora (learning rate 1e-06)", "lora (learning rate 2e-06)"]
     assert len(shown) == 100
 
 

@@ -91,7 +91,7 @@ def test_rows_of_committed_runs_have_unique_names(folder):
 
 
 def test_shipped_recipe_keeps_its_name():
-    names = {cell.way for cell in cells(RESULTS / "recipes" / "full")}
+    names = {cell.variant for cell in cells(RESULTS / "recipes" / "full")}
     assert {"plain", "fastest", "fastest-fp8", "small", "unsloth 4-bit + padded", "unsloth 16-bit + padded"} <= names
 
 
@@ -192,7 +192,7 @@ def test_repeats_of_one_session_are_not_distinguishable():
     found = cells(RESULTS)
     noise = noise_of(found)
     ratios = [
-        pair_of("", Cell(cell.facts, (b,), cell.way), Cell(cell.facts, (a,), cell.way), noise=noise).speed
+        pair_of("", Cell(cell.facts, (b,), cell.variant), Cell(cell.facts, (a,), cell.variant), noise=noise).speed
         for cell in found for a, b in combinations(cell.ok, 2) if a.dir.path.parent == b.dir.path.parent
     ]  # fmt: skip
     unlike = [ratio for ratio in ratios if ratio.verdict != "not distinguishable"]

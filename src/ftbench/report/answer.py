@@ -117,8 +117,8 @@ def rankings(cells: Iterable[Cell]) -> tuple[list[Ranking], Counter[str]]:
             used.append(replace(cell, runs=runs))
     noise = noise_of(used)
     groups = grouped_by(used, _shared_facts)
-    made = [Ranking(key, tuple(named(group)), noise) for key, group in groups.items()]
-    return sorted(made, key=lambda each: (-len(each.best), -each.runs)), left_out
+    ranked = [Ranking(key, tuple(named(group)), noise) for key, group in groups.items()]
+    return sorted(ranked, key=lambda each: (-len(each.best), -each.runs)), left_out
 
 
 def rate_of(cell: Cell) -> float:

@@ -146,10 +146,10 @@ def formatted(name: str, text: Callable[[Any], str] = str) -> Callable[[Record],
 
 def names_of(cell: Cell) -> Record:
     """Return a flat dict that identifies a cell (repeated runs of one spec): `model`, `gpu`, `run_ids`, `state`, …."""
-    facts = cell.facts
+    facts, first = cell.facts, cell.runs[0]
     return {
-        "model": facts.get("model.id", ""), "gpu": facts["gpu"], "data": cell.runs[0].data, "name": cell.name,
-        "trained_by": cell.way, "method": facts.get("method.name", ""), "with": value_at(OPTIMIZATIONS, facts) or "",
-        "batch": facts.get("train.batch_size", ""), "run_ids": " ".join(run.run_id for run in cell.runs),
-        "number": cell.runs[0].record.get("number"), "state": cell.state,
+        "model": facts.get("model.id", ""), "gpu": facts["gpu"], "data": first.data, "name": cell.name,
+        "trained_by": cell.variant, "method": facts.get("method.name", ""),
+        "with": value_at(OPTIMIZATIONS, facts) or "", "batch": facts.get("train.batch_size", ""),
+        "run_ids": " ".join(run.run_id for run in cell.runs), "number": first.record.get("number"), "state": cell.state,
     }  # fmt: skip

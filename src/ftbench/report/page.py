@@ -125,7 +125,7 @@ def _curves(records: Sequence[Record]) -> Record | None:
     runs = [(cell, run) for cell in cells_of(runs_of(records)) for run in cell.valid
             if figure(run.record, "loss.last") is not None]  # fmt: skip
     runs.sort(key=lambda pair: (pair[1].steady, _hourly(pair[1])))
-    longest = {(cell.way, cell.facts["gpu"]): (cell, run) for cell, run in runs}  # the last run is the longest
+    longest = {(cell.variant, cell.facts["gpu"]): (cell, run) for cell, run in runs}  # the last run is the longest
     chosen = sorted(longest.values(), key=lambda pair: -_hourly(pair[1]))[:MOST_CURVES]
     steps = [steps_of(run) for _, run in chosen]
     points = [[(step, loss) for step, loss in zip(run.numbers, run.columns["loss"], strict=True) if loss is not None]
@@ -140,7 +140,7 @@ def _curves(records: Sequence[Record]) -> Record | None:
 
 
 def _learned(losses: Sequence[float]) -> bool:
-    """Return whether the loss fell by more than 1.96 standard errors.
+    """Return whether the loss (one value per step) fell by more than 1.96 standard errors.
 
     Compare the mean loss of the first tenth of the steps with the mean loss of all steps. Compute the noise from
     differences of successive steps. A trend hardly changes these differences (J. von Neumann, Ann. Math. Stat. 12,
@@ -149,8 +149,8 @@ def _learned(losses: Sequence[float]) -> bool:
         return False
     begin = max(1, len(losses) // 10)
     noise = math.sqrt(statistics.fmean((after - before) ** 2 for before, after in pairwise(losses)) / 2)
-    chance = 1.96 * noise * math.sqrt(1 / begin + 1 / len(losses))
-    return statistics.fmean(losses[:begin]) - statistics.fmean(losses) > chance
+    threshold = 1.96 * noise * math.sqrt(1 / begin + 1 / len(losses))
+    return statistics.fmean(losses[:begin]) - statistics.fmean(losses) > threshold
 
 
 def _hourly(run: Run) -> float:

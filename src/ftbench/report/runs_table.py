@@ -109,7 +109,7 @@ def _figure(record: Mapping[str, Any], column: Column) -> str:
 def _notes(records: Sequence[Record]) -> list[str]:
     """Return the warnings and the long failure reasons of all runs, each with the numbers of its runs.
 
-    Sentences that differ only in figures are shown once.
+    Sentences that differ only in their numbers are shown once.
     """
     kinds: dict[str, tuple[str, list[str], list[str]]] = {}
     for record in records:

@@ -52,7 +52,7 @@ def matching(records: Sequence[Record], conditions: Sequence[str]) -> list[Recor
 
 
 def arranged(records: Sequence[Record], sort: str | None) -> list[Record]:
-    """Return the records sorted by the column `sort`, the best first. Words are in alphabetical order.
+    """Return the records sorted by the column `sort`: numbers from best to worst, texts in alphabetical order.
 
     A minus before the name reverses the order. Unknown values and figures of contended runs come last.
     """

@@ -116,8 +116,8 @@ def _varies(comparison: Comparison, key: str) -> bool:
 
 def _of_axis(comparison: Comparison, key: str) -> bool:
     """Return whether the compared key determines `key`. For example, the method determines its options."""
-    section, own = key.partition(".")[0], comparison.axis.partition(".")[0]
-    if section != ("method" if own == RECIPE else own):
+    section, axis_section = key.partition(".")[0], comparison.axis.partition(".")[0]
+    if section != ("method" if axis_section == RECIPE else axis_section):
         return False
     pairs = {(comparison.value(cell), cell.facts.get(key)) for cell in comparison.cells}
     return len(pairs) == len({value for value, _ in pairs})
@@ -215,12 +215,12 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Iterable[str]) 
 def _libraries(by_framework: Mapping[str, Cell]) -> Iterator[str]:
     """Yield a note with the library versions of each framework, because the lists of differences omit them."""
     versions = {name: [cell.facts.get(f"versions.{name}") for cell in by_framework.values()] for name in LIBRARIES}
-    own = [name for name, each in versions.items() if len(set(each)) > 1]
-    had = {framework: ", ".join(f"{name} {version}" for name in own if (version := cell.facts.get(f"versions.{name}")))
+    varying = [name for name, installed in versions.items() if len(set(installed)) > 1]
+    used = {framework: ", ".join(f"{name} {text}" for name in varying if (text := cell.facts.get(f"versions.{name}")))
            for framework, cell in by_framework.items()}  # fmt: skip
-    if own:
+    if varying:
         yield "separate libraries: " + "; ".join(
-            f"{framework} has {names}" for framework, names in had.items() if names
+            f"{framework} has {names}" for framework, names in used.items() if names
         )
 
 

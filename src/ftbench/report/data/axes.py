@@ -99,13 +99,13 @@ def framework_words(facts: Mapping[str, str]) -> str:
 @cache
 def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
     """Return (name, settings) of each shipped recipe. A recipe with `auto` is listed once for each possible choice."""
-    made = []
-    for name, given in shipped_recipes().items():
-        ends = [given["optimizations"], *compute.kernel_choices(given["optimizations"])]
-        made += [
-            (name, {key: as_fact(key, value) for key, value in flat(given | {"optimizations": on})}) for on in ends
-        ]
-    return tuple(made)
+    outcomes = []
+    for name, settings in shipped_recipes().items():
+        choices = [settings["optimizations"], *compute.kernel_choices(settings["optimizations"])]
+        for choice in choices:
+            keys = {key: as_fact(key, value) for key, value in flat(settings | {"optimizations": choice})}
+            outcomes.append((name, keys))
+    return tuple(outcomes)
 
 
 def on_axis(axis: str, key: str) -> bool:

@@ -81,12 +81,12 @@ class Cell:
     """The repeated runs of one spec on one kind of machine.
 
     `facts` has the settings and facts about the machine, including `gpu`. If the runs disagree on a fact, its text
-    lists all values. `way` is the recipe or method, with more settings if two cells would have the same name.
+    lists all values. `variant` is the recipe or method, with more settings if two cells would have the same name.
     """
 
     facts: Mapping[str, str]
     runs: tuple[Run, ...]
-    way: str
+    variant: str
 
     @property
     def batch(self) -> str:
@@ -97,7 +97,7 @@ class Cell:
     @property
     def recipe(self) -> str:
         """The recipe or method, without numbers of samples, steps or epochs, which only change the training time."""
-        return _DURATION.sub("", self.way)
+        return _DURATION.sub("", self.variant)
 
     @property
     def gpus(self) -> int:
@@ -107,7 +107,7 @@ class Cell:
     @property
     def name(self) -> str:
         """The name in tables: `qlora with gradient checkpointing at batch 4` or `fastest-fp8 at batch 4`."""
-        return f"{self.way} at batch {self.batch}"
+        return f"{self.variant} at batch {self.batch}"
 
     @property
     def workload(self) -> tuple[str, str, str]:

@@ -80,20 +80,20 @@ def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:
     """Group repeated runs into cells, in the order of their first runs. See `repeats` for `axis`."""
     groups = repeats(runs, axis)
     facts = [_facts(group) for group in groups]
-    return named([Cell(own, tuple(group), "") for own, group in zip(facts, groups, strict=True)], axis)
+    return named([Cell(shared, tuple(group), "") for shared, group in zip(facts, groups, strict=True)], axis)
 
 
 def named(cells: Iterable[Cell], axis: str = "") -> list[Cell]:
     """Give each cell (repeated runs of one spec) a name and return the cells. To make the names unique, append settings
     or machine facts that differ."""
-    cells = [replace(cell, way=way_of(cell.facts)) for cell in cells]
-    others = {(cell.workload, cell.way) for cell in cells if cell.facts.get(FRAMEWORK, TRL) != TRL}
-    by = (framework_words(cell.facts) * ((cell.workload, cell.way) in others) for cell in cells)
-    cells = [replace(cell, way=name + cell.way) for cell, name in zip(cells, by, strict=True)]
+    cells = [replace(cell, variant=variant_of(cell.facts)) for cell in cells]
+    others = {(cell.workload, cell.variant) for cell in cells if cell.facts.get(FRAMEWORK, TRL) != TRL}
+    by = (framework_words(cell.facts) * ((cell.workload, cell.variant) in others) for cell in cells)
+    cells = [replace(cell, variant=name + cell.variant) for cell, name in zip(cells, by, strict=True)]
     same_name = grouped_by(cells, lambda cell: (cell.workload, cell.facts["gpu"], cell.name))
-    suffixes = {id(cell): text for group in same_name.values() if len(group) > 1
+    suffixes = {id(cell): f" ({text})" for group in same_name.values() if len(group) > 1
                 for cell, text in zip(group, _distinct(group, axis), strict=True)}  # fmt: skip
-    return [replace(cell, way=f"{cell.way} ({suffixes[id(cell)]})") if id(cell) in suffixes else cell for cell in cells]
+    return [replace(cell, variant=cell.variant + suffixes.get(id(cell), "")) for cell in cells]
 
 
 def _facts(group: Sequence[Run]) -> dict[str, str]:
@@ -172,7 +172,7 @@ def _merged(group: Sequence[Record]) -> Record:
 # --- short, unique names of cells and table rows ----------------------------------------------------------------------
 
 
-def way_of(facts: Mapping[str, str]) -> str:
+def variant_of(facts: Mapping[str, str]) -> str:
     """Return the recipe or method, such as `lora` (objective sft, one GPU) or `lora by dpo on 2 GPUs (fsdp)`."""
     gpus, objective = facts.get(GPUS, "1"), facts.get("objective.name", "sft")
     by = "" if objective == "sft" else f" by {objective}"

@@ -48,7 +48,7 @@ def _costs_of_run(run: Run, prices: Prices, hours: float) -> Record:
 
 
 def _costs(figure: Figure, gpu: str, gpus: int, prices: Prices, hours: float) -> Iterator[dict[str, Any]]:
-    """Yield the cost of a rented GPU and of a purchased GPU. `figure` returns a figure of the run or cell by name."""
+    """Yield the costs on rented GPUs and on owned GPUs. `figure` returns a figure of the run or cell by name."""
     if (price := prices.of(gpu)) is None:
         return
     for cost in hourly_costs(price, figure(SAMPLES), figure(TOKENS), _watts(figure), hours, gpus):
@@ -103,7 +103,7 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
 
 def _cheapest(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield sentences about the cheapest and the most expensive recipe. Recipes are compared within the same model,
-    data set, currency and way (rent or purchase)."""
+    data set, currency and `way` (`rent` or `owned`)."""
     known = (record for record in records if record["per_1k_samples"] is not None)
     groups = grouped_by(known, itemgetter("model", "data", "way", "currency"))
     for (model, data, way, currency), group in groups.items():

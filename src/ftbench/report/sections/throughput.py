@@ -83,13 +83,13 @@ def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
     return [sorted(group, key=lambda cell: (cell.gpus, cell.facts.get(STRATEGY, ""))) for group in several]
 
 
-def _samples(cell: Cell, shares: int = 1) -> int:
-    """Return samples per optimizer step: batch size * accumulation steps * data-parallel groups (`shares`)."""
-    each = (int(cell.facts.get(f"train.{name}", "1")) for name in ("batch_size", "gradient_accumulation_steps"))
-    return math.prod(each) * shares
+def _samples(cell: Cell, groups: int = 1) -> int:
+    """Return samples per optimizer step: batch size * accumulation steps * data-parallel groups (`groups`)."""
+    sizes = (int(cell.facts.get(f"train.{name}", "1")) for name in ("batch_size", "gradient_accumulation_steps"))
+    return math.prod(sizes) * groups
 
 
-def _shares(cell: Cell) -> int:
+def _data_parallel_size(cell: Cell) -> int:
     """Return the number of data-parallel groups. Each group trains on a separate batch."""
     numbers = {key: cell.facts.get(f"launch.{key}", "") for key in ("tp", "pp")}
     launch: dict[str, Any] = {"gpus": cell.gpus, "strategy": cell.facts.get(STRATEGY, "none")}
@@ -116,7 +116,7 @@ def _record(cell: Cell, group: Sequence[Cell]) -> Record:
         "offload": cell.facts.get("launch.offload", "none"),
         "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / gpus if rate else None,
         "weak": _efficiency(cell, _single(cell, group, _samples(cell))),
-        "strong": _efficiency(cell, _single(cell, group, _samples(cell, _shares(cell)))),
+        "strong": _efficiency(cell, _single(cell, group, _samples(cell, _data_parallel_size(cell)))),
         "lowest_gb": low, "highest_gb": high or cell.figure("memory_gb.allocated_peak"),
         "token_skew": _figure(cell, "ranks.token_skew"), "bubble": _figure(cell, "ranks.bubble"), "state": cell.state,
     }  # fmt: skip
