@@ -20,7 +20,7 @@ from ftbench.estimate.time.work import step_work
 from ftbench.estimate.workload.batches import batches_of
 from ftbench.estimate.workload.model import trainable_shape
 from ftbench.spec.experiment import Experiment
-from ftbench.store.rates import of_steps
+from ftbench.store.rates import tflops
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise
@@ -313,7 +313,7 @@ def test_flops_include_the_reference_if_it_runs_in_the_step(train_here):
     described, window = applied["dataset"], sum(row.step_time_s for row in rows)
     without = applied | {"reference": applied["reference"] | {"in_step": False}}
     more = [(a - b) * window * 1e12 for a, b in
-            zip(of_steps(rows, applied, described), of_steps(rows, without, described), strict=True)]  # fmt: skip
+            zip(tflops(rows, applied, described), tflops(rows, without, described), strict=True)]  # fmt: skip
     layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 192
     positions, labels, attention = 24 * 32, 24 * 16, 2 * 4 * 64 * 16
     assert more[0] == pytest.approx(positions * (2 * 2 * layer + attention) + labels * 2 * 2048 * 64)

@@ -57,8 +57,8 @@ def _host_waits(trace: Trace) -> float | None:
     slows launches. Without the profiler, the queue fills earlier, and launches wait longer.
     """
     calls = [[span for span in spans if span.kind == "call"] for spans in trace.threads.values()]
-    launching = [own for own in calls if any(LAUNCH.match(call.name) for call in own)]
-    lengths = sorted(call.end - call.begin for own in launching for call in own)
+    launching = [thread_calls for thread_calls in calls if any(LAUNCH.match(call.name) for call in thread_calls)]
+    lengths = sorted(call.end - call.begin for thread_calls in launching for call in thread_calls)
     if not trace.kernels or not lengths:
         return None
     usual = lengths[len(lengths) // 20]  # not the median, because most calls may wait
@@ -127,14 +127,14 @@ def _communication(trace: Trace, work: Sequence[DeviceWork]) -> dict[str, float]
     if not trace.kernels:  # gloo sends in separate threads
         sent = [(span.begin, span.end) for spans in trace.threads.values() for span in spans
                 if span.name.startswith(GLOO)]  # fmt: skip
-    stretches = union(sent, begin, end)
-    if not stretches:
+    intervals = union(sent, begin, end)
+    if not intervals:
         return None
     others = union(((each.begin, each.end) for each in work if each.group != COMMUNICATION), begin, end)
-    total = _length(stretches)
-    exposed = _length(union([*stretches, *others], begin, end)) - _length(others)
+    total = _length(intervals)
+    exposed = _length(union([*intervals, *others], begin, end)) - _length(others)
     return {"total_ms": total, "exposed_ms": exposed, "overlap_share": 1 - exposed / total}
 
 
-def _length(stretches: Iterable[tuple[float, float]]) -> float:
-    return sum(stop - start for start, stop in stretches)
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    return sum(stop - start for start, stop in intervals)

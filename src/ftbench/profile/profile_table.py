@@ -79,13 +79,13 @@ def _head(document: dict[str, Any]) -> list[tuple[str, str]]:
     elif document["busy_share_unprofiled"] is not None:
         busy += f"; {percent(document['busy_share_unprofiled'])} of the steps just before the profile"
     waits = document.get("host_waits_ms")  # older profiles do not have this key
-    left = [] if waits is None else [f"waits {waits / document['steps']:.3f} ms per step for the GPU (0: launch-bound)"]
+    host = [] if waits is None else [f"waits {waits / document['steps']:.3f} ms per step for the GPU (0: launch-bound)"]
     per_step = [idle[key] / document["steps"] for key in ("ms", "gaps")]
     return [
         ("step", step),
         ("busy", busy),
         ("idle", "{:.3f} ms per step, in {:,.0f} gaps".format(*per_step)),
-        *(("host", text) for text in left),
+        *(("host", text) for text in host),
     ]  # fmt: skip
 
 

@@ -90,16 +90,16 @@ def group_of_kernel(name: str, operators: Iterable[str] = (), phase: str | None 
     if (group := _first(_UNAMBIGUOUS, name)) is not None:
         return group
     callers = _groups(operators)
-    own = NORM if _search(_PLAIN, name) else next(iter(callers), OTHER)
-    return _part(callers, phase, in_loss) or own
+    group_by_caller = NORM if _search(_PLAIN, name) else next(iter(callers), OTHER)
+    return _part(callers, phase, in_loss) or group_by_caller
 
 
 def group_of_operator(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
     """Return the group of an operator on a CPU. `operators` are the enclosing operators, innermost first."""
-    own = _first(_OPERATORS, name)
-    if own not in (None, NORM):
-        return str(own)
-    return _part(_groups(operators), phase, in_loss) or own or OTHER
+    group = _first(_OPERATORS, name)
+    if group not in (None, NORM):
+        return str(group)
+    return _part(_groups(operators), phase, in_loss) or group or OTHER
 
 
 def _groups(operators: Iterable[str]) -> list[str]:
@@ -216,11 +216,11 @@ def _on_gpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> Iterator[Device
 
 
 def _on_cpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> list[DeviceWork]:
-    stretches = [
+    intervals = [
         work for spans in trace.threads.values()
         for work in _own_time([span for span in spans if span.kind == "op"], phases, loss)
     ]  # fmt: skip
-    return sorted(stretches, key=lambda work: work.begin)
+    return sorted(intervals, key=lambda work: work.begin)
 
 
 def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator[DeviceWork]:
@@ -229,7 +229,7 @@ def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator
     begun: set[int] = set()
     begin = 0.0
 
-    def stretch(until: float) -> Iterator[DeviceWork]:
+    def interval(until: float) -> Iterator[DeviceWork]:
         if stack and until > begin:
             span = stack[-1]
             around = list(enclosing(span))
@@ -242,13 +242,13 @@ def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator
 
     for span in spans:
         while stack and stack[-1].end <= span.begin:
-            yield from stretch(stack[-1].end)
+            yield from interval(stack[-1].end)
             begin = max(begin, stack.pop().end)
-        yield from stretch(span.begin)
+        yield from interval(span.begin)
         stack.append(span)
         begin = span.begin
     while stack:
-        yield from stretch(stack[-1].end)
+        yield from interval(stack[-1].end)
         begin = max(begin, stack.pop().end)
 
 
@@ -271,10 +271,10 @@ def _of_loss(span: Span, loss: set[int]) -> bool:
     return span.backward and span.sequence in loss
 
 
-def union(stretches: Iterable[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
-    """Cut intervals to the window from `begin` to `end`, and merge overlapping intervals. Return a sorted list."""
+def union(intervals: Iterable[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
+    """Return the sorted union of intervals: merge overlapping ones, and cut them to the window `begin` to `end`."""
     merged: list[tuple[float, float]] = []
-    for start, stop in sorted(stretches):
+    for start, stop in sorted(intervals):
         start, stop = max(start, begin), min(stop, end)
         if stop <= start:
             continue
@@ -287,5 +287,5 @@ def union(stretches: Iterable[tuple[float, float]], begin: float, end: float) ->
 
 def complement(busy: list[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
     """Return the gaps between the sorted intervals `busy` in the window from `begin` to `end`."""
-    edges = [begin, *(edge for stretch in busy for edge in stretch), end]
+    edges = [begin, *(edge for interval in busy for edge in interval), end]
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]

@@ -40,7 +40,7 @@ _LEVEL = 10
 
 
 @dataclass(slots=True)
-class Made:
+class PackedBundle:
     """Facts about a new bundle. `redacted` is the number of removed secrets. `left_out` lists unfinished runs."""
 
     runs: int = 0
@@ -49,7 +49,7 @@ class Made:
     left_out: list[str] = field(default_factory=list)
 
 
-def make(paths: Sequence[Path], output: Path) -> Made:
+def make(paths: Sequence[Path], output: Path) -> PackedBundle:
     """Pack all runs at or below `paths` into one file. Leave out weights, adapters, logs and secrets.
 
     Raises:
@@ -59,9 +59,9 @@ def make(paths: Sequence[Path], output: Path) -> Made:
     if output.suffix.lower() not in ("", ".zst", ".tzst"):
         name = output.name.partition(".")[0] or "runs"
         raise SpecError(f"-o {output}: a bundle is a tar in zstd; name it {name}.tar.zst")
-    made = Made()
-    sources = dict(sorted(_sources(paths, made).items()))
-    made.files = len(sources)
+    bundle = PackedBundle()
+    sources = dict(sorted(_sources(paths, bundle).items()))
+    bundle.files = len(sources)
     output = output_file(output)
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     hashes: dict[str, dict[str, Any]] = {}
@@ -73,7 +73,7 @@ def make(paths: Sequence[Path], output: Path) -> Made:
         with zstd.open(temporary, "wb", options=options) as packed, tarfile.open(fileobj=packed, mode="w|") as tar:
             for name, path in sources.items():
                 data, count = _content(path)
-                made.redacted += count
+                bundle.redacted += count
                 hashes[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
                 _add(tar, name, data)
             manifest = {"schema": SCHEMA, "ftbench": __version__, "files": hashes}
@@ -84,7 +84,7 @@ def make(paths: Sequence[Path], output: Path) -> Made:
     finally:
         with suppress(OSError):
             temporary.unlink()
-    return made
+    return bundle
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -93,24 +93,24 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(info, io.BytesIO(data))
 
 
-def _sources(paths: Sequence[Path], made: Made) -> dict[str, Path]:
+def _sources(paths: Sequence[Path], bundle: PackedBundle) -> dict[str, Path]:
     """Return the files to pack: {name in the archive: path}."""
-    taken: dict[str, Path] = {}
+    owners: dict[str, Path] = {}
     sources: dict[str, Path] = {}
     folders = (run.path for path in paths for run in require_runs(path, opened(path) if os.path.isfile(path) else None))
     for run in map(RunDir, dict.fromkeys(Path(os.path.realpath(path)) for path in folders)):
         if read_state(run)["state"] == "running":
-            made.left_out.append(str(run.path))
+            bundle.left_out.append(str(run.path))
             continue
         if not os.access(run.path, os.R_OK | os.X_OK):
             raise SpecError(f"{run.path}: cannot be read: change its permissions, or name other folders")
         experiment, run_id = without_secrets(run.path.parent.name), without_secrets(run.run_id)
         name = f"runs/{experiment}/{run_id}"
         for number in range(2, 10_000):  # two machines may have runs of the same name
-            if taken.setdefault(name, run.path) == run.path:
+            if owners.setdefault(name, run.path) == run.path:
                 break
             name = f"runs/{experiment}-{number}/{run_id}"
-        made.runs += 1
+        bundle.runs += 1
         for file in files_of(run):
             target = "/".join([name, *map(without_secrets, file.split("/"))])
             if not target.isprintable():  # e.g. a name has bytes that are not UTF-8

@@ -34,7 +34,7 @@ def merged(rows: Sequence[StepRow]) -> StepRow:
 
 def _value(name: str, how: str, rows: Sequence[StepRow]) -> Any:
     if how in ("shares", "loss"):
-        rows = _shares(rows)
+        rows = _rows_per_group(rows)
     if how == "loss" and rows[0].phase == "evaluate":
         rows = [row for row in rows if row.label_tokens != 0] or rows  # skip ranks that only pad the last batch
     values = [getattr(row, name) for row in rows]
@@ -50,7 +50,7 @@ def _highest(values: list[float]) -> float:
     return next((value for value in values if math.isnan(value)), max(values))
 
 
-def _shares(rows: Sequence[StepRow]) -> list[StepRow]:
+def _rows_per_group(rows: Sequence[StepRow]) -> list[StepRow]:
     """Return one row for each data-parallel group: the ranks with the same batch. The loss is the mean over the group.
 
     With context parallelism, losses differ within a group, because each rank has a part of every sequence.
@@ -58,7 +58,7 @@ def _shares(rows: Sequence[StepRow]) -> list[StepRow]:
     members: dict[int | None, list[StepRow]] = {}
     for index, row in enumerate(rows):
         members.setdefault(index if row.data_rank is None else row.data_rank, []).append(row)
-    return [replace(of[0], loss=_mean([row.loss for row in of])) for of in members.values()]
+    return [replace(group[0], loss=_mean([row.loss for row in group])) for group in members.values()]
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -66,12 +66,12 @@ def _mean(values: list[float | None]) -> float | None:
     return statistics.fmean(known) if len(known) == len(values) else None
 
 
-def _loss(shares: Sequence[StepRow]) -> float:
-    """Return the loss of one step. `shares` has one row per data-parallel group. For a training step, the loss is the
+def _loss(groups: Sequence[StepRow]) -> float:
+    """Return the loss of one step. `groups` has one row per data-parallel group. For a training step, the loss is the
     mean over groups. For an evaluation, the loss is the mean over label tokens."""
-    labels = [row.label_tokens for row in shares]
-    losses = [row.loss or 0.0 for row in shares]
-    if shares[0].phase != "evaluate" or not all(labels):
+    labels = [row.label_tokens for row in groups]
+    losses = [row.loss or 0.0 for row in groups]
+    if groups[0].phase != "evaluate" or not all(labels):
         return sum(losses) / len(losses)
     return sum(loss * (count or 0) for loss, count in zip(losses, labels, strict=True)) / sum(n or 0 for n in labels)
 

@@ -13,7 +13,7 @@ PARTS = ("generation", "scoring", "forward_backward", "optimizer")  # parts of a
 _Shape = TypeVar("_Shape", flops.MatmulShape, flops.VisionMatmulShape)
 
 
-def of_steps(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float] | None:
+def tflops(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float] | None:
     """Return (model TFLOP/s, hardware TFLOP/s). Only hardware TFLOP/s include recomputation and padding.
 
     Return None if a count is unknown. The FLOPs of generation (grpo) are always unknown.

@@ -46,7 +46,7 @@ def warnings(
     if gap is not None and not -WALL_TOLERANCE <= gap <= WALL_TOLERANCE + STEPS_AHEAD / len(steady):
         sentences.append(f"the sum of the steady steps and their wall clock differ by {gap:+.1%}")
     if slow := outliers(steady):
-        sentences.append(f"{len(slow)} steps were far slower than the others: {_named(slow)}")
+        sentences.append(f"{len(slow)} steps were far slower than the others: {_describe(slow)}")
     reasons = {reason for row in steady for reason in (row.throttle or "").split("|")}
     if hot := sorted(reasons.intersection(THERMAL)):
         sentences.append(f"the GPU was throttled by heat or by its power supply ({', '.join(hot)})")
@@ -70,7 +70,7 @@ def is_free(gpu: dict[str, Any]) -> bool:
     return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
 
 
-def _named(slow: Sequence[dict[str, Any]]) -> str:
+def _describe(slow: Sequence[dict[str, Any]]) -> str:
     """Describe the three slowest steps, such as `step 17 (2.1 times the median, 1 graphs compiled); step 4 (...)`."""
     words = (", ".join([f"{row['times_the_median']:.1f} times the median", *row["with"]]) for row in slow[:3])
     return "; ".join(f"step {row['step']} ({text})" for row, text in zip(slow[:3], words, strict=True))
@@ -92,8 +92,8 @@ def drift(steady: Sequence[StepRow]) -> float | None:
 def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
     """Return the steady steps that took much longer than the others, both in total and per padded token.
 
-    The slowest step comes first. The keys are `step`, `step_time_s`, `times_the_median`, and `with` for other unusual
-    values of the step.
+    The slowest step comes first. The keys are `step`, `step_time_s`, `times_the_median`, and `with`: phrases about
+    possible causes.
     """
     times, rates = [row.step_time_s or 0.0 for row in steady], _per_position(steady)
     if len(steady) < stats.MINIMUM_STEADY:
@@ -102,7 +102,7 @@ def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
     middle = statistics.median(times)
     waits = statistics.median(row.data_time_s or 0.0 for row in steady)
     slow: list[dict[str, Any]] = [
-        {"step": row.step, "step_time_s": time, "times_the_median": time / middle, "with": _signs(row, middle, waits)}
+        {"step": row.step, "step_time_s": time, "times_the_median": time / middle, "with": _causes(row, middle, waits)}
         for row, time, rate in zip(steady, times, rates, strict=True)
         if time > limits[0] and rate > limits[1]
     ]
@@ -115,15 +115,15 @@ def _limit(values: Sequence[float]) -> float:
     return max(OUTLIER_RATIO * middle, middle + OUTLIER_SPREAD * spread)
 
 
-def _signs(row: StepRow, middle: float, waits: float) -> list[str]:
-    """Return phrases that may explain a slow step, such as `throttling by heat`."""
-    signs = {
+def _causes(row: StepRow, middle: float, waits: float) -> list[str]:
+    """Return possible causes of a slow step. `middle` (step time) and `waits` (wait for a batch) are medians in s."""
+    causes = {
         f"{row.recompiles} graphs compiled": row.recompiles,
         f"{row.allocator_retries} flushes of the allocator's cache": row.allocator_retries,
         "a wait for the batch": (row.data_time_s or 0.0) - waits > 0.1 * middle,
         "throttling by heat": set((row.throttle or "").split("|")).intersection(THERMAL),
     }
-    return [sign for sign, seen in signs.items() if seen]
+    return [cause for cause, present in causes.items() if present]
 
 
 def _per_position(steady: Sequence[StepRow]) -> list[float]:
@@ -222,9 +222,9 @@ def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any],
     shares = {name: over_time(steady, [getattr(row, name) for row in steady]) for name in limits}
     if all(share is None for share in shares.values()):
         return {}, []
-    what = {"host_cpu_by_others": "the host's CPUs", "gpu_by_others": "the GPU's time"}
-    taken = [f"{share:.0%} of {what[name]} (more than {limits[name]:.0%})" for name, share in shares.items()
+    resources = {"host_cpu_by_others": "the host's CPUs", "gpu_by_others": "the GPU's time"}
+    excess = [f"{share:.0%} of {resources[name]} (more than {limits[name]:.0%})" for name, share in shares.items()
              if share is not None and share > limits[name]]  # fmt: skip
-    used = " and ".join(taken)
-    sentence = f"contended: other processes used {used}; its speed is not valid: stop them and repeat the run"
-    return {"contended": bool(taken), **shares}, [reworded(sentence)] if taken else []
+    text = " and ".join(excess)
+    sentence = f"contended: other processes used {text}; its speed is not valid: stop them and repeat the run"
+    return {"contended": bool(excess), **shares}, [reworded(sentence)] if excess else []

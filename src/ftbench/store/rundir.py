@@ -215,7 +215,7 @@ def first_gpu(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Run a block that writes to `path`. If the block raises OSError, convert it with `disk_error`."""
+    """Convert an OSError in the `with` block, which writes to `path`, to a MissingError (see `disk_error`)."""
     try:
         yield
     except OSError as error:

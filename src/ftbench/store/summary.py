@@ -130,7 +130,7 @@ def _described(run: RunDir, documents: dict[str, dict[str, Any]], state: dict[st
 def _first_steps(summary: RunSummary, train: Sequence[StepRow], warm: int) -> None:
     """Set the times of the first step and of the warm-up, if these steps were recorded one by one.
 
-    In an imported log, the first steps may be missing, or one line may stand for several steps.
+    In an imported log, the first steps may be missing, or one line may be the mean of several steps.
     """
     if train and train[0].step == 1:
         summary.first_step_s = train[0].step_time_s
@@ -183,7 +183,7 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], documents: dict[str, 
     A utilization above 100 % means that a count or a table is wrong. The field then stays empty, and a warning is
     added."""
     config, machine = documents["applied"], documents["machine"]
-    tflops = rates.of_steps(steady, config, summary.dataset)
+    tflops = rates.tflops(steady, config, summary.dataset)
     precision = config.get("product_precision", "")
     gpu = hardware.find_gpu(summary.gpu) if summary.gpu else None
     count = summary.ranks.get("count") or documents["spec_json"].get("launch", {}).get("gpus", 1)  # no rank files
