@@ -14,7 +14,7 @@ from ftbench.store import rundir
 from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.store.steps import read_steps
 from ftbench.store.summary import read_documents
-from ftbench.sweep.plan.base import on_resume, read_standing
+from ftbench.sweep.plan.base import on_resume, read_status
 
 LATER = {"timeout_s": 240}  # no test waits for longer
 
@@ -40,7 +40,7 @@ def pretend(tmp_path):
         path = tmp_path / runner.experiment(spec) / f"{identity.slug(spec, runner.gpu_name(described))}-r1"
         if path.exists():
             rundir.archive(RunDir(path))
-        order = runner.Order(resolve(spec, checks.capability(described)), b"model: tiny/qwen3\n", ())
+        order = runner.RunRequest(resolve(spec, checks.capability(described)), b"model: tiny/qwen3\n", ())
         return runner.execute(rundir.create_at(path), order, described, reader)
 
     yield run
@@ -136,8 +136,8 @@ def test_a_run_with_nan_losses_or_gradients_has_failed(pretend, monkeypatch, col
         == (record["state"], record["reason"])
         == ("not finite", result.summary.reason)
     )
-    standing = read_standing(result.run)
-    assert standing.done
-    assert not on_resume(standing, True).done
+    status = read_status(result.run)
+    assert status.done
+    assert not on_resume(status, True).done
     spoiled = pretend("ok", measure={"control": "reversed_gradient"})
     assert (spoiled.exit_code, spoiled.summary.state) == (0, "ok")

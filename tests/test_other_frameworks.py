@@ -101,8 +101,8 @@ def test_other_version_is_reported(tmp_path):
 def test_best_settings_need_a_gpu(tmp_path):
     (tmp_path / "spec.yaml").write_text(SPEC)
     spec = load(tmp_path / "spec.yaml", [SWIFT, PYTHON, "launch.settings=best"])
-    assert frameworks.refusals(resolve(spec, (9, 0)), (9, 0)) == []
-    (sentence,) = frameworks.refusals(resolve(spec, None), None)
+    assert frameworks.problems(resolve(spec, (9, 0)), (9, 0)) == []
+    (sentence,) = frameworks.problems(resolve(spec, None), None)
     assert sentence == "launch.settings best: its kernels need a GPU, and this machine has none: use plain"
 
 

@@ -335,7 +335,7 @@ def train(optimizer: str) -> dict[str, Any]:
 def lifted() -> None:
     """Start a run although its strategy refuses it."""
     strategies.incompatibilities = lambda spec: []
-    trl.refusals = lambda spec, capability: []
+    trl.problems = lambda spec, capability: []
 
 
 @pytest.mark.parametrize(

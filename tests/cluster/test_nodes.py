@@ -33,7 +33,7 @@ def set_variables(monkeypatch):
 def test_invalid_variables_are_reported(set_variables, name, value):
     set_variables(**{name: value})
     with pytest.raises(MissingError, match="MASTER_ADDR"):
-        _ = nodes.number(SPEC), nodes.ask(1)
+        _ = nodes.number(SPEC), nodes.receive_path(1)
 
 
 def serve(text):
@@ -55,4 +55,4 @@ def test_other_service_at_the_port_is_reported(set_variables, monkeypatch, text)
     monkeypatch.setattr(nodes, "MEETING_S", 60.0)
     set_variables(MASTER_PORT=serve(text))
     with pytest.raises(MissingError, match="not a node of ftbench"):
-        nodes.ask(1)
+        nodes.receive_path(1)

@@ -619,8 +619,8 @@ def test_a_run_starts_with_its_prediction(store):
 
 
 def test_a_plan_marks_estimates():
-    measured = dry_run.Planned("batch 1", "pending", None, 60.0, None, 70.0, "fits")
-    estimated = dry_run.Planned("batch 2", "pending", None, 90.0, "data sheet", 70.0, "fits")
+    measured = dry_run.PlannedJob("batch 1", "pending", None, 60.0, None, 70.0, "fits")
+    estimated = dry_run.PlannedJob("batch 2", "pending", None, 90.0, "data sheet", 70.0, "fits")
     assert dry_run.as_text([measured, estimated]).splitlines() == [
         "pending    batch 1: at most 60.0 s, 70.0 GiB",
         "pending    batch 2: about 90.0 s (data sheet), 70.0 GiB",
@@ -637,9 +637,9 @@ def test_a_plan_counts_the_energy_of_all_gpus():
             "dataset": {"name": "synthetic", "samples": 64, "length": 512},
         })  # fmt: skip
         plan = SimpleNamespace(has_commands=False, wall_times=SimpleNamespace(at_most_s=lambda job: None))
-        job, standing = SimpleNamespace(spec=spec, what=""), SimpleNamespace(state="pending", reason="", done=False)
+        job, status = SimpleNamespace(spec=spec, what=""), SimpleNamespace(state="pending", reason="", done=False)
         predictor = api.Predictor({"name": "NVIDIA H200", "memory_gb": 140.4}, Path("none"))
-        return dry_run._planned(SimpleNamespace(plan=plan), predictor, job, standing).joules or 0.0
+        return dry_run._planned(SimpleNamespace(plan=plan), predictor, job, status).joules or 0.0
 
     assert joules(2) > 1.9 * joules(1)
 

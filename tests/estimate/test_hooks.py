@@ -18,7 +18,7 @@ from ftbench.launch import checks, runner
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.sweep import sweep as command
-from ftbench.sweep.dry_run import Planned, as_text, dry_run
+from ftbench.sweep.dry_run import PlannedJob, as_text, dry_run
 
 H200 = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
 SMALL = {"name": "NVIDIA L4", "memory_gb": 22.5, "compute_capability": [8, 9]}
@@ -86,7 +86,7 @@ def test_cells_that_differ_only_in_learning_settings_share_an_estimate(
     ready = command.prepare(command.SweepRequest(spec, sets, tmp_path, axes=axes))
     lines = dry_run(dataclasses.replace(ready, device=H200))
     assert len(estimated) == 2
-    each = [api.memory_on_machine(job.spec, H200, tmp_path) for job in ready.plan.standings]
+    each = [api.memory_on_machine(job.spec, H200, tmp_path) for job in ready.plan.statuses]
     assert [line.peak_gb for line in lines] == [memory.reserved.expected for memory in each if memory]
     assert len(lines) == 16
 
@@ -145,14 +145,14 @@ def test_with_yes_it_runs(ftbench: Any, spec: Path, tmp_path: Path, monkeypatch:
 
 
 def test_a_dry_run_ends_with_runs_time_and_energy(spec: Path, tmp_path: Path) -> None:
-    lines = [Planned("a", "pending", None, seconds=3600.0, joules=1.8e6), Planned("b", "ok", None, seconds=99.0),
-             Planned("c", "pending", None, seconds=1800.0, joules=0.9e6),
-             Planned("d", "pending", None)]  # fmt: skip
+    lines = [PlannedJob("a", "pending", None, seconds=3600.0, joules=1.8e6), PlannedJob("b", "ok", None, seconds=99.0),
+             PlannedJob("c", "pending", None, seconds=1800.0, joules=0.9e6),
+             PlannedJob("d", "pending", None)]  # fmt: skip
     asked = command.SweepRequest(spec, ["launch.mock=ok"], tmp_path)
     ready = dataclasses.replace(command.prepare(asked), device=H200)
     total = as_text(lines, ready).splitlines()[-1]
     assert total == "total: 3 runs, about 1 h 30 min, 0.75 kWh of the GPU, times known for 2 of 3 runs"
     shared = dataclasses.replace(ready, slots=[*ready.slots] * 2)  # two runs on one GPU, as parity with share_gpu
     assert "3 runs, about 45 min 00 s, 2 at a time, 0.75 kWh" in as_text(lines, shared)
-    unknown = as_text([Planned("d", "pending", None)], ready).splitlines()[-1]
+    unknown = as_text([PlannedJob("d", "pending", None)], ready).splitlines()[-1]
     assert unknown == "total: 1 run; time unknown until the first run ends: no formula or run covers these cells"

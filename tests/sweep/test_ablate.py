@@ -169,7 +169,7 @@ def test_intervals_are_corrected_for_the_number_of_variants(ablated, tmp_path):
 
     ratio, width = speed(ablated("chunked_loss", repeats=3, outcome=outcome)[0])
     many, _ = ablated(repeats=3, outcome=outcome)
-    assert len(many.standings) > 45
+    assert len(many.statuses) > 45
     assert speed(many)[0] == pytest.approx(ratio)
     assert speed(many)[1] > 1.5 * width
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftbench.sweep.plan.search import Trial, edge, knee, next_batch
+from ftbench.sweep.plan.search import Trial, knee, next_batch, search_result
 
 EVERY = list(range(1, 257))
 
@@ -39,7 +39,7 @@ def test_search_finds_the_largest_batch_and_the_first_that_fails(candidates, lim
     trials = searched(candidates, fits_up_to(limit))
     fitting = [batch for batch in candidates if batch <= limit]
     failing = [batch for batch in candidates if batch > limit]
-    found = edge(trials, candidates)
+    found = search_result(trials, candidates)
     assert (found.largest.batch if found.largest else None) == max(fitting, default=None)
     assert (found.first_failing.batch if found.first_failing else None) == min(failing, default=None)
     span = candidates[-1] / candidates[0]
@@ -81,26 +81,26 @@ def test_trials_of_other_candidates_count():
 def test_failed_trial_stops_the_search(others):
     trials = [*others, Trial(2, None, reason="killed by signal 11")]
     assert next_batch(trials, EVERY) is None
-    assert edge(trials, EVERY).note == "stopped at batch 2: killed by signal 11"
+    assert search_result(trials, EVERY).note == "stopped at batch 2: killed by signal 11"
 
 
 # --- the result of a search ------------------------------------------------------------------------------------------
 
 
 def test_finished_search_has_no_note():
-    found = edge(searched(EVERY, fits_up_to(5)), EVERY)
+    found = search_result(searched(EVERY, fits_up_to(5)), EVERY)
     assert (found.largest.batch, found.first_failing.batch, found.note) == (5, 6, "")
 
 
 def test_note_names_the_limit_of_the_candidates():
-    found = edge(searched([1, 2, 4], fits_up_to(99)), [1, 2, 4])
+    found = search_result(searched([1, 2, 4], fits_up_to(99)), [1, 2, 4])
     assert (found.largest.batch, found.first_failing) == (4, None)
     assert found.note == "not reached up to batch 4"
 
 
 @pytest.mark.parametrize("trials", [[], [Trial(1, True)], [Trial(1, True), Trial(2, True), Trial(4, False)]])
 def test_note_of_an_unfinished_search(trials):
-    assert edge(trials, EVERY).note == "not finished"
+    assert search_result(trials, EVERY).note == "not finished"
 
 
 # --- the knee --------------------------------------------------------------------------------------------------------
@@ -148,4 +148,4 @@ def test_wrong_estimate_gives_the_same_result(limit, seed):
 def test_correct_estimate_needs_one_failing_trial():
     assert order(seeded(EVERY, fits_up_to(23), 23)) == [1, 2, 4, 8, 16, 23, 24]
     assert order(seeded(EVERY, fits_up_to(24), 23)) == [1, 2, 4, 8, 16, 23, 24, 26, 25]
-    assert edge(seeded(EVERY, fits_up_to(23), 23), EVERY, 23).note == ""
+    assert search_result(seeded(EVERY, fits_up_to(23), 23), EVERY, 23).note == ""

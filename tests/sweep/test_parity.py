@@ -16,7 +16,7 @@ from ftbench.store import rundir
 from ftbench.sweep import verdict
 from ftbench.sweep.parity import ParityTables
 from ftbench.sweep.parity_records import FAIL, INCONCLUSIVE, PASS, Training
-from ftbench.sweep.plan.base import FAILED, Standing
+from ftbench.sweep.plan.base import FAILED, JobStatus
 from ftbench.sweep.plan.parity import PENDING, UNPROVEN, Contender, _is_refused
 from parity_runs import contender, plan_of
 
@@ -62,7 +62,7 @@ def test_honest_variants_pass_and_all_controls_are_caught(learned, tmp_path, mon
 
 def only(plan, wanted):
     """Skip the other runs."""
-    plan.standings |= {each: Standing("skipped") for each in plan.pending() if each not in wanted}
+    plan.statuses |= {each: JobStatus("skipped") for each in plan.pending() if each not in wanted}
 
 
 @pytest.mark.torch
@@ -295,7 +295,7 @@ def test_runs_that_record_gradients_of_many_samples_fit_into_the_time_of_a_short
     """In a time budget of 60 s, after a training of 40 s: most of this time was the start."""
     short = {**BF16_CHUNKED, "train": {"batch_size": 8, "max_steps": 10, "precision": "bf16"}}
     plan = plan_of(tmp_path, tiny("chunked", **short, base={"train": short["train"]}))
-    plan.record(plan.next(lambda _: True), Standing("ok", wall_s=40.0))
+    plan.record(plan.next(lambda _: True), JobStatus("ok", wall_s=40.0))
     assert plan.next(lambda each: plan.wall_times.at_most_s(each) < 60).values["run"] == "gradients"
 
 
@@ -315,7 +315,7 @@ def test_packed_rows_train_as_many_samples_as_padded_ones(tmp_path):
 def ended(folder, monkeypatch, *recipes, failed=(), same=True):
     """A plan whose runs are all over, those of the recipes named in `failed` without memory, and all alike."""
     plan = plan_of(folder, *recipes)
-    for job in plan.standings:
+    for job in plan.statuses:
         rundir.create_at(job.run.path)
         broken = job.values["recipe"].partition(":")[0] in failed
         rundir.write_json(job.run.state, {"state": "oom", "reason": "out of memory"} if broken else {"state": "ok"})
@@ -364,13 +364,13 @@ def test_exit_code_is_that_of_the_recipes_and_not_of_the_controls(tmp_path, monk
     recipe = tiny("chunked", **CHUNKED)
     plan = ended(tmp_path, monkeypatch, recipe)
     monkeypatch.setattr(plan, "agreement", lambda _, job: record(loss=float("control" in job.values["recipe"])))
-    for job in plan.standings:
+    for job in plan.statuses:
         if job.values["recipe"].startswith("control"):
             rundir.write_json(job.run.state, {"state": state})
             plan.ended(job)
     monkeypatch.setattr(plan, "controls_of", lambda _: [("lora_scale_x1.05", "forward")])
     monkeypatch.setattr(plan, "_trained", lambda *_: verdict.LevelResult("training", PASS, ""))
-    failed = any(standing.state in FAILED for standing in plan.standings.values())
+    failed = any(status.state in FAILED for status in plan.statuses.values())
     assert (failed, plan.passed()) == (state != "ok", True)
     assert [ParityTables(plan, []).exit_code(code) for code in (int(failed), 130)] == [0, 130]
 
@@ -380,7 +380,7 @@ def test_training_control_is_not_caught_by_its_learning_rate(tmp_path, monkeypat
     base = {"method": {"name": "full"}, "train": {"batch_size": 8, "max_steps": 60}}
     recipe = tiny("chunked", base=base, **CHUNKED)
     plan = ended(tmp_path, monkeypatch, recipe)
-    controls = {job.run.run_id: job.spec.measure.control for job in plan.standings}
+    controls = {job.run.run_id: job.spec.measure.control for job in plan.statuses}
 
     def read(cls, run):
         control = controls[run.run_id]
@@ -407,7 +407,7 @@ def test_agreement_is_read_again_after_a_new_run(tmp_path, monkeypatch):
 def test_runs_of_another_commit_or_of_modified_files_are_named(tmp_path, monkeypatch):
     recipe = tiny("chunked", **CHUNKED)
     plan = ended(tmp_path, monkeypatch, recipe)
-    for number, job in enumerate(plan.standings):
+    for number, job in enumerate(plan.statuses):
         rundir.write_json(job.run.machine, {"ftbench": {"commit": "a" * 40 + ("-dirty" if number else "")}})
         rundir.write_json(job.run.applied, {"optimizer": {}})
     monkeypatch.setenv("FTBENCH_COMMIT", "b" * 40)

@@ -13,9 +13,9 @@ from ftbench.store import rundir
 from ftbench.store.rundir import create_at, write_json
 from ftbench.store.steps import StepsWriter
 from ftbench.sweep.loop import Session
-from ftbench.sweep.plan.base import Options, Standing
+from ftbench.sweep.plan.base import JobStatus, Options
 from ftbench.sweep.plan.grid import Grid, first_jobs, with_repeats
-from ftbench.sweep.plan.search import Family, Search, next_batch
+from ftbench.sweep.plan.search import Search, SearchCell, next_batch
 
 GPU = {"name": "a GPU", "memory_gb": 80.0, "memory_used_before_gb": 0.4, "foreign_processes": 0}
 MODEL = {"id": "tiny/qwen3", "weights": "random"}
@@ -83,7 +83,7 @@ def drain(plan, outcome=lambda each: "ok", fits=lambda each: True, **more):
     """Run a plan to its end, one job at a time. Return the jobs in the order of their starts."""
     started = []
     while (each := plan.next(fits)) is not None:
-        assert plan.standings[each].state == "running"
+        assert plan.statuses[each].state == "running"
         started.append(each)
         leave(each, outcome(each), **more)
         plan.ended(each)
@@ -92,7 +92,7 @@ def drain(plan, outcome=lambda each: "ok", fits=lambda each: True, **more):
 
 
 def skipped(plan):
-    return {name(each): found.reason for each, found in plan.standings.items() if found.state == "skipped"}
+    return {name(each): found.reason for each, found in plan.statuses.items() if found.state == "skipped"}
 
 
 # --- the jobs of a grid ----------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_run_that_another_process_made_since_the_plan_is_kept(jobs, options, sta
     plan = Grid([first, second], {}, options)
     leave(first, state)  # `ftbench run` in another terminal
     assert drain(plan) == [second]
-    assert (plan.standings[first].state, plan.left()) == (("ok", 0) if state == "ok" else ("running", 1))
+    assert (plan.statuses[first].state, plan.left()) == (("ok", 0) if state == "ok" else ("running", 1))
 
 
 def test_equal_cells_are_one_job(jobs):
@@ -128,8 +128,8 @@ def test_family_differs_only_in_the_batch(jobs):
     found = jobs("", "method=lora,qlora", "train.batch_size=1,2", "train.gradient_accumulation_steps=1,2")
     assert len(found) == 8
     assert len({each.cell for each in found}) == 8
-    assert {each.family for each in found if each.spec.method.name == "lora"} == {found[0].family}
-    assert len({each.family for each in found}) == 2
+    assert {each.without_batch for each in found if each.spec.method.name == "lora"} == {found[0].without_batch}
+    assert len({each.without_batch for each in found}) == 2
 
 
 # --- a grid: order and resume ----------------------------------------------------------------------------------------
@@ -138,10 +138,10 @@ def test_family_differs_only_in_the_batch(jobs):
 def test_grid_starts_all_jobs_in_order(jobs, options):
     found = jobs(TWO_METHODS)
     plan = Grid(found, {}, options)
-    assert list(plan.standings) == found
+    assert list(plan.statuses) == found
     assert list(plan.pending()) == found
     assert drain(plan) == found
-    assert {one.state for one in plan.standings.values()} == {"ok"}
+    assert {one.state for one in plan.statuses.values()} == {"ok"}
     assert list(plan.pending()) == []
     assert plan.next(lambda each: True) is None
 
@@ -152,7 +152,7 @@ def test_finished_jobs_are_not_repeated(jobs, options):
         leave(each, state)
     plan = Grid(found, {}, options)
     assert drain(plan) == []
-    assert [one.state for one in plan.standings.values()] == ["ok", "timeout", "error", "ok", "ok", "oom"]
+    assert [one.state for one in plan.statuses.values()] == ["ok", "timeout", "error", "ok", "ok", "oom"]
     assert plan.wall_times.at_most_s(found[0]) == pytest.approx(66.0)
 
 
@@ -201,14 +201,14 @@ def test_job_of_another_process_is_not_started(jobs, options, asked):
     leave(found[0], ELSEWHERE)
     plan = Grid(found, {}, replace(options, **asked))
     assert drain(plan) == found[1:]
-    assert plan.standings[found[0]].state == "running"
+    assert plan.statuses[found[0]].state == "running"
 
 
 def test_interrupted_job_waits_for_the_next_session(jobs, options):
     found = jobs("", "train.batch_size=1,2")
     plan = Grid(found, {}, options)
     assert drain(plan, lambda each: "interrupted") == found
-    assert [one.state for one in plan.standings.values()] == ["interrupted"] * 2
+    assert [one.state for one in plan.statuses.values()] == ["interrupted"] * 2
     assert drain(Grid(found, {}, options)) == found
 
 
@@ -216,7 +216,7 @@ def test_refused_job_is_skipped_with_the_reason(jobs, options):
     found = jobs("", "train.batch_size=1,2")
     plan = Grid(found, {found[0]: "needs a GPU"}, options)
     assert skipped(plan) == {"lora1": "needs a GPU"}
-    assert plan.standings[found[0]].done
+    assert plan.statuses[found[0]].done
     assert drain(plan) == found[1:]
 
 
@@ -269,7 +269,7 @@ def test_finished_larger_batch_keeps_its_result(jobs, options):
     leave(found[0], "oom")
     leave(found[1])
     plan = Grid(found, {}, options)
-    assert [one.state for one in plan.standings.values()] == ["oom", "ok", "skipped"]
+    assert [one.state for one in plan.statuses.values()] == ["oom", "ok", "skipped"]
 
 
 # --- the search for the largest batch --------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def search(options):
 
     def build(*methods, refused=None, asked=None, **sections):
         families = [
-            Family(spec(method={"name": method}, **sections), (f"method={method}",), {"method": method},
+            SearchCell(spec(method={"name": method}, **sections), (f"method={method}",), {"method": method},
                    (refused or {}).get(method))
             for method in methods or ("lora",)
         ]  # fmt: skip
@@ -295,7 +295,7 @@ def edges(found):
         family.spec.method.name: (
             edge.largest and edge.largest.batch, edge.first_failing and edge.first_failing.batch, edge.note,
         )
-        for family, _, edge in found.edges()
+        for family, _, edge in found.results()
     }  # fmt: skip
 
 
@@ -303,7 +303,7 @@ def test_search_of_two_families(search):
     plan = search("lora", "qlora")
     started = drain(plan, no_more_than({"lora": 5, "qlora": 77}))
     assert edges(plan) == {"lora": (5, 6, ""), "qlora": (77, 78, "")}
-    assert len(set(started)) == len(started) == len(plan.standings)
+    assert len(set(started)) == len(started) == len(plan.statuses)
     assert plan.next(lambda each: True) is None
 
 
@@ -440,7 +440,7 @@ def test_steps_contain_complete_groups(search):
 def test_trial_has_speed_and_memory(search):
     plan = search()
     drain(plan, no_more_than({"lora": 2}))
-    ((_, trials, edge),) = plan.edges()
+    ((_, trials, edge),) = plan.results()
     first = trials[0]
     assert (first.batch, first.fits, first.speed) == (1, True, pytest.approx(100.0))
     assert first.peak_gb == 3.0
@@ -457,12 +457,12 @@ def test_result_can_be_written_as_json(search, tmp_path):
         "lora", {"method": "lora"}, 2, 4,
     )  # fmt: skip
     assert (full["largest"], full["trials"], full["note"]) == (None, [], "needs a GPU")
-    assert next_batch([], plan.candidates(plan.families[0])) == 1
+    assert next_batch([], plan.candidates(plan.cells[0])) == 1
 
 
 def test_jobs_in_a_cluster_queue_do_not_share_the_remaining_work(tmp_path, jobs, options):
     plan = Grid(jobs("", "train.batch_size=1,2,4,8"), {}, options)
-    plan.record(next(iter(plan.standings)), Standing("ok", wall_s=100.0))
+    plan.record(next(iter(plan.statuses)), JobStatus("ok", wall_s=100.0))
     slots = [SimpleNamespace(name="job", trains=trains) for trains in (True, True, False, False)]
     session = Session(b"", plan, slots, None, None, None)
     left = session.left_s()

@@ -36,7 +36,7 @@ def number(spec: Experiment) -> int:
     )
 
 
-def announce(count: int, path: Path, signals_pipe: int) -> socket.socket:
+def send_path(count: int, path: Path, signals_pipe: int) -> socket.socket:
     """Send the path of the run directory to all other nodes. Stop at a signal. Return the open socket for rank 0."""
     try:
         listener = socket.create_server(("", int(os.environ[PORT])))
@@ -63,8 +63,8 @@ def announce(count: int, path: Path, signals_pipe: int) -> socket.socket:
     return listener
 
 
-def ask(node: int) -> Path:
-    """Ask node 0 for the run directory, and return its path. Raise MissingError without a valid answer."""
+def receive_path(node: int) -> Path:
+    """Connect to node 0, and return the path of the run directory. Raise MissingError without a valid answer."""
     where, end = (os.environ[ADDRESS], int(os.environ[PORT])), time.monotonic() + MEETING_S
     while True:
         try:

@@ -20,7 +20,7 @@ from typing import Any
 from ftbench.cluster import remote
 from ftbench.errors import FtbenchError, MissingError, SpecError
 from ftbench.launch import runner
-from ftbench.launch.runner import FinishedRun, Order
+from ftbench.launch.runner import FinishedRun, RunRequest
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.sweep.gpu_slots import RunControl, create
@@ -135,8 +135,8 @@ def train(
     """Train on this node, and return the run's files as {path: content}. The last file is state.json."""
     os.environ.pop(_THREADS, None)  # Ray sets it to 1; `threads` is the user's setting
     os.environ |= {} if threads is None else {_THREADS: threads}
-    order = Order(Experiment.model_validate(values), source, sets)
+    request = RunRequest(Experiment.model_validate(values), source, sets)
     with tempfile.TemporaryDirectory(prefix="ftbench-") as folder:
-        result = remote.train(Path(folder) / name, order, gpu, shared)
+        result = remote.train(Path(folder) / name, request, gpu, shared)
         paths = sorted(result.run.path.rglob("*"), key=lambda path: path == result.run.state)
         return {str(path.relative_to(result.run.path)): path.read_bytes() for path in paths if path.is_file()}

@@ -6,7 +6,7 @@ from typing import Any
 
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import process, runner
-from ftbench.launch.runner import FinishedRun, Order
+from ftbench.launch.runner import FinishedRun, RunRequest
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir, summary
 from ftbench.store.rundir import RunDir
@@ -18,19 +18,19 @@ def describe(values: dict[str, Any]) -> dict[str, Any]:
     return runner.describe(Experiment.model_validate(values))
 
 
-def train(path: Path, order: Order, gpu: str | None, shared: bool) -> FinishedRun:
+def train(path: Path, request: RunRequest, gpu: str | None, shared: bool) -> FinishedRun:
     """Train on this node in the new directory `path`, and return the result. SIGTERM ends the run.
 
     Raise MissingError if the node's GPU is not `gpu`, because the runs of a sweep must be comparable.
     """
-    if (name := runner.gpu_name(runner.describe(order.spec))) != gpu:
+    if (name := runner.gpu_name(runner.describe(request.spec))) != gpu:
         raise MissingError(
             f"this node has {name or 'no GPU'}, but the sweep uses {gpu or 'none'}: request one kind of GPU (Slurm: "
             "gres, or options: [--constraint=…])"
         )
     with process.signals() as stop_pipe:
         control = RunControl(stop_pipe, None, lambda text: None)
-        return LocalSlot("GPU", shared=shared).train(rundir.create_at(path), order, control)
+        return LocalSlot("GPU", shared=shared).train(rundir.create_at(path), request, control)
 
 
 def record(run: RunDir, spec: Experiment, state: str, reason: str, gpu: str | None = None, **more: Any) -> FinishedRun:

@@ -29,13 +29,13 @@ from ftbench.launch import runner
 from ftbench.launch.process import last_line
 from ftbench.launch.process_tree import die_with_parent
 from ftbench.launch.progress import Progress
-from ftbench.launch.runner import FinishedRun, Order
+from ftbench.launch.runner import FinishedRun, RunRequest
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.sweep.gpu_slots import RunControl
 from ftbench.sweep.output.status import UNFINISHED, unfinished
-from ftbench.sweep.plan.base import Job, read_standing
+from ftbench.sweep.plan.base import Job, read_status
 
 ORDER, OUTCOME, SCRIPT, LOG, ERRORS = "order.json", "outcome.json", "job.sh", "log.txt", "sbatch.txt"
 NODE = "node"  # name of the job that describes a node, and of the file with its result
@@ -72,7 +72,7 @@ def _describe_node(
     with _submitted(settings, job, {"describe": spec.model_dump(mode="json")}) as sbatch:
         while sbatch.poll() is None and not (job / OUTCOME).exists():
             time.sleep(_POLL_S)
-        outcome: dict[str, Any] = _eventually(lambda: rundir.read_json(job / OUTCOME))
+        outcome: dict[str, Any] = _wait_for(lambda: rundir.read_json(job / OUTCOME))
         if not outcome:
             _require_accepted(job, sbatch)
     if "described" in outcome:
@@ -140,19 +140,19 @@ def _require_accepted(folder: Path, sbatch: subprocess.Popen[str]) -> str:
         return number
     reason = last_line(folder / ERRORS).removeprefix("sbatch: error: ")
     if any(text in reason for text in _AWAY):
-        raise _AwayError(f"--on slurm: {reason}")
+        raise _UnreachableError(f"--on slurm: {reason}")
     raise SpecError(f"--on slurm: sbatch refuses the job: {reason}")
 
 
-def _eventually(read: Callable[[], Any]) -> Any:
-    """Call `read` until it returns a true value, for at most SHARED_S seconds. Return the last value."""
+def _wait_for(read: Callable[[], Any]) -> Any:
+    """Call `read` for at most SHARED_S seconds, until its value is not empty or false. Return the last value."""
     end = time.monotonic() + SHARED_S
     while not (value := read()) and time.monotonic() < end:
         time.sleep(_POLL_S)
     return value
 
 
-class _AwayError(MissingError):
+class _UnreachableError(MissingError):
     """Raised if the controller of Slurm is not reachable."""
 
 
@@ -179,7 +179,7 @@ class SlurmSlot:
             try:
                 with _submitted(self.settings, folder, order) as sbatch:
                     return self._wait(job, folder, sbatch, control)
-            except _AwayError:
+            except _UnreachableError:
                 if time.monotonic() > end or control.stops_within(_RETRY_S):
                     raise
             except InterruptedError as error:
@@ -208,7 +208,7 @@ class SlurmSlot:
 
 def _without_result(run: RunDir, spec: Experiment, gpu: str | None, folder: Path, number: str) -> FinishedRun:
     """Record and return the result of a job that ended without a state file in its run directory."""
-    _eventually(lambda: run.state.exists() or (folder / OUTCOME).exists())
+    _wait_for(lambda: run.state.exists() or (folder / OUTCOME).exists())
     outcome = rundir.read_json(folder / OUTCOME)
     if "error" in outcome and not run.state.exists():
         kinds = {SpecError.exit_code: SpecError, MissingError.exit_code: MissingError}
@@ -252,9 +252,9 @@ def _train(folder: Path, order: dict[str, Any]) -> int:
     if own.path.exists():  # left by an attempt that was requeued
         rundir.archive(own, destination)
     spec = Experiment.model_validate(order["spec"])
-    request = Order(spec, order["source"].encode(), order["sets"], folder.parents[2])
+    request = RunRequest(spec, order["source"].encode(), order["sets"], folder.parents[2])
     result = remote.train(own.path, request, order["gpu"], order["shared"])
-    if read_standing(own).done and not read_standing(own).killed:
+    if read_status(own).done and not read_status(own).killed:
         if rundir.read_json(destination.state).get("state") == "interrupted":  # Ctrl-C came before the end of the job
             rundir.archive(destination)
         with suppress(OSError):  # the destination already has the run

@@ -229,7 +229,7 @@ def methods(facts: Facts) -> list[Finding]:
 
 def _method(facts: Facts, name: str) -> Answer:
     spec = Experiment.model_validate({"name": "doctor", "model": {"id": "doctor/none"}, "method": {"name": name}})
-    if problems := trl.refusals(spec, facts.capability):
+    if problems := trl.problems(spec, facts.capability):
         return "n/a", "; ".join(problems)
     try:
         trl.check_installed(spec)

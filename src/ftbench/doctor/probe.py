@@ -85,8 +85,8 @@ def _not_free(gpu: dict[str, Any]) -> list[str]:
     if is_free(gpu):
         return []
     used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes") or 0
-    what = f"{used:.1f} GiB in use, {units.some(others, 'other process')}"
-    return [f"the GPU was not free: {what}; stop them and measure again"]
+    usage = f"{used:.1f} GiB in use, {units.some(others, 'other process')}"
+    return [f"the GPU was not free: {usage}; stop them and measure again"]
 
 
 def as_text(document: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ _TRUE = ("1", "ON", "YES", "TRUE")
 class Launcher(Protocol):
     """Interface of the modules that turn a spec into a training command: trl, frameworks and mock."""
 
-    def refusals(self, spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
+    def problems(self, spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
         """Return error messages for settings that do not work on a GPU of this compute capability (None: no GPU)."""
 
     def check_installed(self, spec: Experiment) -> None:
@@ -71,7 +71,7 @@ def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> N
 def problems(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> list[str]:
     """Return an error message for each reason why a resolved spec cannot run on this machine. Files and packages are
     not checked here (see `check_needed`)."""
-    others = launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
+    others = launcher_of(spec).problems(spec, capability(described)) + too_many(spec, described)
     if spec.launch.nodes > most_nodes:
         others.append(
             f"launch.nodes: this command supports one machine, not {spec.launch.nodes}: set it to 1, or start "
@@ -96,24 +96,24 @@ def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
 
 
 def _file_problems(spec: Experiment) -> list[str]:
-    wrong = []
+    errors = []
     path = Path(spec.dataset.path or ".")
     if not path.is_file() and not path.is_dir():  # for example, a pipe
-        wrong.append(f"dataset.path: {spec.dataset.path}: no such file or folder; a path is relative to its spec file")
+        errors.append(f"dataset.path: {spec.dataset.path}: no such file or folder; a path is relative to its spec file")
     if spec.model.path and spec.model.weights == "pretrained":
         problem = checkpoint_problem(Path(spec.model.path))
-        wrong += [f"model.path: {problem}"] if problem else []
+        errors += [f"model.path: {problem}"] if problem else []
     if spec.model.path and spec.model.weights == "random":
         file = Path(spec.model.path)
         if not (file / "config.json" if file.is_dir() else file).is_file():
-            wrong.append(f"model.path: {spec.model.path}: no such config.json")
+            errors.append(f"model.path: {spec.model.path}: no such config.json")
     for file, function in map(reward_parts, getattr(spec.objective, "reward", None) or ()):
         text = file.read_text("utf-8", "replace") if file.is_file() and os.access(file, os.R_OK) else None
         if text is None:
-            wrong.append(f"objective.reward: {file}: no such file, or it cannot be read")
+            errors.append(f"objective.reward: {file}: no such file, or it cannot be read")
         elif function not in (names := re.findall(r"\w+", text)) and "import *" not in text:
-            wrong.append(f"objective.reward: {file} does not define {function}{nearest(function, names)}")
-    return wrong
+            errors.append(f"objective.reward: {file} does not define {function}{nearest(function, names)}")
+    return errors
 
 
 def check_disk(out: Path) -> None:

@@ -21,7 +21,7 @@ _PRINT_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[
 _SWITCHES = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "DISABLE_VERSION_CHECK": "1", "USE_HF": "1"}
 
 
-def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
+def problems(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
     """Return error messages for settings that do not work on a GPU of this compute capability (None: no GPU)."""
     sentences = machine_incompatibilities(spec, capability)
     if spec.launch.settings == "best" and capability is None:

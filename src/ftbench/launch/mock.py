@@ -29,7 +29,7 @@ _FIXED_GB, _PER_SAMPLE_GB = 2.0, 1.0
 _FACTOR = {"full": 2.0, "lora": 1.0, "qlora": 1.3, "unsloth": 0.8}  # factor of the step time
 
 
-def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
+def problems(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
     """Return an empty list, because a mock run works on any machine."""
     return []
 

@@ -64,12 +64,12 @@ def too_many(spec: Experiment, described: Mapping[str, Any]) -> list[str]:
 
 
 def main(path: str, count: int, nodes: int, node: int, command: Sequence[str]) -> None:
-    run, own = RunDir(Path(path)), range(node * count, (node + 1) * count)
+    run, local_ranks = RunDir(Path(path)), range(node * count, (node + 1) * count)
     try:
         with signals() as signals_pipe:
             with _listener(run, nodes, node, signals_pipe) as listener:
-                children = [_start(command, rank, count, nodes, listener) for rank in own]
-            ended = _wait(dict(zip(own, children, strict=True)), signals_pipe)
+                children = [_start(command, rank, count, nodes, listener) for rank in local_ranks]
+            ended = _wait(dict(zip(local_ranks, children, strict=True)), signals_pipe)
     except MissingError as error:
         reason = {"state": "error", "reason": str(error), "exit_code": error.exit_code}
         write_json(run.state, read_json(run.state) | reason)
@@ -79,8 +79,8 @@ def main(path: str, count: int, nodes: int, node: int, command: Sequence[str]) -
     patience = GRACE_S if any(code for code, _ in ended.values()) else SHARED_S
     ended |= _of_other_nodes(run, range(count, nodes * count), patience)
     states = {rank: read_json(run.of_rank(rank).state) or _lost(rank // count) for rank in ended}
-    rank, code, more = _verdict(ended, states)
-    write_json(run.state, read_json(run.state) | states[rank] | more)
+    rank, code, details = _verdict(ended, states)
+    write_json(run.state, read_json(run.state) | states[rank] | details)
     exit_like(code)
 
 
@@ -88,13 +88,13 @@ def _listener(run: RunDir, nodes: int, node: int, signals_pipe: int) -> Abstract
     """Open the listening socket of rank 0 before the ranks start. Then other programs cannot use its port."""
     if nodes == 1:
         return socket.create_server(("127.0.0.1", 0))
-    from ftbench.cluster.nodes import announce
+    from ftbench.cluster.nodes import send_path
 
-    return nullcontext() if node else announce(nodes, run.path, signals_pipe)
+    return nullcontext() if node else send_path(nodes, run.path, signals_pipe)
 
 
 def _of_other_nodes(run: RunDir, ranks: range, patience: float) -> Ended:
-    """Return how each rank of the other nodes ended, from the states of these ranks on the shared disk."""
+    """Return how each rank of the other nodes ended. Wait at most `patience` seconds for their files."""
     end = time.monotonic() + patience
     while True:
         states = {rank: read_json(run.of_rank(rank).state).get("state") for rank in ranks}
@@ -114,8 +114,8 @@ def _wait(children: Mapping[int, subprocess.Popen[bytes]], signals_pipe: int) ->
     waiting = {os.pidfd_open(child.pid): rank for rank, child in children.items()}
     end: float | None = None
     while waiting:
-        left = None if end is None else max(0.05, end - time.monotonic())
-        ready, _, _ = select.select([*waiting, *([signals_pipe] if end is None else [])], [], [], left)
+        timeout = None if end is None else max(0.05, end - time.monotonic())
+        ready, _, _ = select.select([*waiting, *([signals_pipe] if end is None else [])], [], [], timeout)
         ending = end is not None or signals_pipe in ready
         for handle in (handle for handle in ready if handle in waiting):
             rank = waiting.pop(handle)

@@ -37,7 +37,7 @@ class FinishedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RunRequest:
     """The input of a run: the resolved spec, the content of its file, and the `--set` changes.
 
     `store` is the folder of all results. If it is None, use the parent of the experiment's folder.
@@ -80,7 +80,7 @@ def run(
     created = rundir.create(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(created)
     with process.signals() as signals_pipe:
-        return execute(created, Order(spec, spec_text(spec_path), sets), described, signals_pipe, on_tick)
+        return execute(created, RunRequest(spec, spec_text(spec_path), sets), described, signals_pipe, on_tick)
 
 
 def _join(spec: Experiment, node: int, described: dict[str, Any], on_start: Callable[[RunDir], None]) -> FinishedRun:
@@ -88,9 +88,9 @@ def _join(spec: Experiment, node: int, described: dict[str, Any], on_start: Call
 
     Raise MissingError if the directory is not reachable. Raise SpecError if node 0 trains another spec.
     """
-    from ftbench.cluster.nodes import ask
+    from ftbench.cluster.nodes import receive_path
 
-    run = RunDir(ask(node))
+    run = RunDir(receive_path(node))
     if not (values := rundir.read_json(run.spec_json)):
         raise MissingError(f"{run.path}: not found on this machine; all nodes need a shared disk for --out")
     known = {key: value for key, value in values.items() if key in Experiment.model_fields}
@@ -123,7 +123,7 @@ def gpu_name(described: dict[str, Any]) -> str | None:
 
 def execute(
     created: RunDir,
-    order: Order,
+    request: RunRequest,
     described: dict[str, Any],
     signals_pipe: int,
     on_tick: Callable[[Progress], None] = lambda progress: None,
@@ -133,7 +133,7 @@ def execute(
     """Train a spec in a new run directory, write state.json and summary.json, and return the result.
 
     Args:
-        order: The spec, its file and the `--set` changes. `described` is the content of machine.json.
+        request: The spec, its file and the `--set` changes. `described` is the content of machine.json.
         signals_pipe: Read end of a pipe. A byte in the pipe ends the worker. The files are written in any case.
         on_tick: Called about twice per second with the progress.
         environment: Environment variables that are added to those of this process.
@@ -142,14 +142,14 @@ def execute(
     Raises:
         MissingError: If the disk is full, or if the process cannot be started.
     """
-    spec = order.spec
+    spec = request.spec
     try:
-        created.spec_yaml.write_bytes(order.source)
-        resolved = {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(order.sets)}
+        created.spec_yaml.write_bytes(request.source)
+        resolved = {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(request.sets)}
         rundir.write_json(created.spec_json, resolved)
         if spec.resolved:
             rundir.write_json(created.applied, {"resolved": spec.resolved})
-        best = machine.ceilings(order.store or created.path.parents[1], gpu_name(described))
+        best = machine.ceilings(request.store or created.path.parents[1], gpu_name(described))
         rundir.write_json(created.machine, described | {"ceilings": best})
         progress = Progress(created)
         watchdog = Watchdog(spec, progress, deadline)

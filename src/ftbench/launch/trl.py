@@ -23,7 +23,7 @@ _FLASH = {
 }
 
 
-def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
+def problems(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
     """Return error messages for settings that do not work on a GPU of this compute capability (None: no GPU)."""
     problems = machine_incompatibilities(spec, capability)
     attention = spec.optimizations.attention

@@ -21,7 +21,7 @@ from ftbench.store.rundir import first_gpu
 from ftbench.sweep import sweep
 from ftbench.sweep.gpu_slots import local_slots
 from ftbench.sweep.output.table import Tables
-from ftbench.sweep.plan.base import FAILED, Job, Options, PlanRequest, Standing, job
+from ftbench.sweep.plan.base import FAILED, Job, JobStatus, Options, PlanRequest, job
 from ftbench.sweep.plan.grid import Grid
 
 
@@ -94,10 +94,10 @@ class AblationPlan(Grid):
 
     def _skip_repeats(self) -> None:
         """Skip the remaining repeats of each cell that has a failed run."""
-        failed = {each.cell: each.repeat for each, now in self.standings.items() if now.state in FAILED}
+        failed = {each.cell: each.repeat for each, status in self.statuses.items() if status.state in FAILED}
         for each in self.pending():
             if each.cell in failed:
-                self.standings[each] = Standing("skipped", f"repeat {failed[each.cell]} failed")
+                self.statuses[each] = JobStatus("skipped", f"repeat {failed[each.cell]} failed")
 
 
 class AblationTables(Tables):

@@ -7,7 +7,7 @@ from typing import Any
 
 from ftbench.core.table import folded_command, wrapped
 from ftbench.core.units import JOULES_PER_KWH, gibibytes, seconds, some
-from ftbench.sweep.plan.base import Job, Standing, run_command
+from ftbench.sweep.plan.base import Job, JobStatus, run_command
 from ftbench.sweep.plan.search import Search
 from ftbench.sweep.sweep import Ready
 
@@ -15,7 +15,7 @@ NO_ESTIMATOR = "no predictions: the package ftbench.estimate is not installed"
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedJob:
     """One job of `--dry-run`. `seconds` is a prediction if `confidence` is set, and an upper bound otherwise."""
 
     what: str
@@ -29,7 +29,7 @@ class Planned:
     command: list[str] = field(default_factory=list)
 
 
-def dry_run(ready: Ready) -> list[Planned]:
+def dry_run(ready: Ready) -> list[PlannedJob]:
     """Return all jobs of a plan. For `--until-oom`, return the finished trials and the next trial of each cell."""
     plan = ready.plan
     if isinstance(plan, Search):
@@ -37,8 +37,8 @@ def dry_run(ready: Ready) -> list[Planned]:
             pass
     estimator = _estimator()
     predictor = estimator.Predictor(ready.device, ready.request.out) if estimator and ready.device else None
-    lines = [_planned(ready, predictor, job, standing) for job, standing in plan.standings.items()]
-    return lines + [Planned(cell, "impossible", reason) for cell, reason in ready.impossible]
+    lines = [_planned(ready, predictor, job, status) for job, status in plan.statuses.items()]
+    return lines + [PlannedJob(cell, "impossible", reason) for cell, reason in ready.impossible]
 
 
 def _estimator() -> Any | None:
@@ -49,11 +49,11 @@ def _estimator() -> Any | None:
     return api
 
 
-def _planned(ready: Ready, predictor: Any, job: Job, standing: Standing) -> Planned:
-    state = "pending" if standing.state == "running" else standing.state
+def _planned(ready: Ready, predictor: Any, job: Job, status: JobStatus) -> PlannedJob:
+    state = "pending" if status.state == "running" else status.state
     command = run_command(ready.request.spec, job, ready.request.out) if ready.plan.has_commands else []
-    planned = Planned(job.what, state, standing.reason, command=command)
-    if standing.done:
+    planned = PlannedJob(job.what, state, status.reason, command=command)
+    if status.done:
         return planned
     planned = replace(planned, seconds=ready.plan.wall_times.at_most_s(job))
     if predictor is None:
@@ -66,7 +66,7 @@ def _planned(ready: Ready, predictor: Any, job: Job, standing: Standing) -> Plan
     return replace(planned, peak_gb=memory.reserved.expected, verdict=memory.verdict) if memory else planned
 
 
-def as_text(lines: Sequence[Planned], ready: Ready | None = None) -> str:
+def as_text(lines: Sequence[PlannedJob], ready: Ready | None = None) -> str:
     """Return the jobs as text, followed by the total time and energy of the pending runs."""
     text = []
     for line in lines:
@@ -89,7 +89,7 @@ def known_total(ready: Ready) -> str | None:
     return _totals(pending, ready)[0].strip() if pending else None
 
 
-def _totals(pending: Sequence[Planned], ready: Ready | None) -> list[str]:
+def _totals(pending: Sequence[PlannedJob], ready: Ready | None) -> list[str]:
     """Return the line `total: ...`, with the number of pending runs and their total time and energy."""
     lasting = [line.seconds for line in pending if line.seconds]
     energies = [line.joules for line in pending if line.joules is not None]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import checks, runner
-from ftbench.launch.runner import FinishedRun, Order
+from ftbench.launch.runner import FinishedRun, RunRequest
 from ftbench.store import machine, rundir
 from ftbench.sweep.plan.base import Job
 
@@ -58,13 +58,13 @@ class LocalSlot:
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
         """Train a job in a new run directory, and return the result. Raise MissingError if the disk is full."""
         checks.check_disk(job.run.path.parent)
-        return self.train(create(job), Order(job.spec, source, job.sets), control)
+        return self.train(create(job), RunRequest(job.spec, source, job.sets), control)
 
-    def train(self, run: rundir.RunDir, order: Order, control: RunControl) -> FinishedRun:
-        """Train the spec of `order` in the new run directory `run`, and return the result."""
-        described = runner.describe(order.spec, self.visible) | ({"shared_host": True} if self.shared else {})
+    def train(self, run: rundir.RunDir, request: RunRequest, control: RunControl) -> FinishedRun:
+        """Train the spec of `request` in the new run directory `run`, and return the result."""
+        described = runner.describe(request.spec, self.visible) | ({"shared_host": True} if self.shared else {})
         return runner.execute(
-            run, order, described, control.stop_pipe, lambda progress: control.show(progress.text()),
+            run, request, described, control.stop_pipe, lambda progress: control.show(progress.text()),
             None if self.visible is None else {"CUDA_VISIBLE_DEVICES": self.visible}, control.deadline,
         )  # fmt: skip
 

@@ -79,12 +79,12 @@ class Session:
         if self._error is not None:
             raise self._error
         failed = FAILED if self._stopping else (*FAILED, "interrupted")  # another program ended the run
-        code = int(any(standing.state in failed for standing in self.plan.standings.values()))
+        code = int(any(current.state in failed for current in self.plan.statuses.values()))
         return INTERRUPTED if self._stopping == "signal" else code
 
     def _loop(self, signals: int) -> None:
-        for job, standing in self.plan.standings.items():
-            if standing.done and standing.state != "skipped":
+        for job, current in self.plan.statuses.items():
+            if current.done and current.state != "skipped":
                 outcome.finish_killed(job.run)
         self._write_board()
         while True:
@@ -183,9 +183,9 @@ class Session:
             "ends_at": None if (left := self.left_s()) is None else time.time() + left,
             "running": [running.job.run.run_id for running in self._running],
             "jobs": [
-                {"run": job.run.run_id, "what": job.what, "state": standing.state, "reason": standing.reason,
-                 "wall_s": standing.wall_s}
-                for job, standing in self.plan.standings.items()
+                {"run": job.run.run_id, "what": job.what, "state": current.state, "reason": current.reason,
+                 "wall_s": current.wall_s}
+                for job, current in self.plan.statuses.items()
             ],
         }  # fmt: skip
         if isinstance(self.plan, Search):
@@ -210,7 +210,7 @@ class Session:
             + f"{each.job.what}: {each.text} · {seconds(now - each.begun)} so far"
             for each in self._running
         ]
-        self.view.show([*lines, status.counted(self.plan.standings.values(), self.left_s())])
+        self.view.show([*lines, status.counted(self.plan.statuses.values(), self.left_s())])
 
 
 def _send_byte(pipe: int) -> None:

@@ -106,20 +106,20 @@ def _check(spec: Experiment) -> None:
 def _contender(request: ParityRequest, name: str, sets: Sequence[str], described: dict[str, Any]) -> Contender:
     """Return the recipe `name` with its spec and its reference. If it cannot run here, set `refused` to the reason.
     Raise SpecError for an invalid spec. Raise MissingError if the reference cannot run."""
-    own = [*sets, *([f"recipe={name}"] if name else [])]
+    recipe_sets = [*sets, *([f"recipe={name}"] if name else [])]
     capability = checks.capability(described)
-    made, reason = load(request.spec, request.sets), None
+    spec, reason = load(request.spec, request.sets), None
     try:
-        made = resolve(load(request.spec, own), capability)
-        checks.check(made, described)
+        spec = resolve(load(request.spec, recipe_sets), capability)
+        checks.check(spec, described)
     except (ImpossibleError, MissingError) as error:
         reason = "; ".join(str(error).splitlines())
     else:
-        reason = "; ".join(incompatibilities(with_changes(made, {"measure.gradients": STEPS}))) or None
-    reference = _reference(resolve(load(request.spec, [*sets, "recipe=plain"]), capability), made)
+        reason = "; ".join(incompatibilities(with_changes(spec, {"measure.gradients": STEPS}))) or None
+    reference = _reference(resolve(load(request.spec, [*sets, "recipe=plain"]), capability), spec)
     if reason is None:
         checks.check(reference, described)
-    return Contender(Path(name).stem if name else made.name, made, reference, tuple(own), reason)
+    return Contender(Path(name).stem if name else spec.name, spec, reference, tuple(recipe_sets), reason)
 
 
 def _reference(plain: Experiment, spec: Experiment) -> Experiment:
@@ -186,7 +186,7 @@ class ParityTables(Tables):
         if "optimizer" not in applied:
             return {}
         optimizations = {name: value for name, value in recipe.spec.optimizations if value not in (False, "off", 0)}
-        ended = [rundir.read_json(job.run.machine) for job, standing in self.plan.standings.items() if standing.done]
+        ended = [rundir.read_json(job.run.machine) for job, current in self.plan.statuses.items() if current.done]
         commits = sorted({short((each.get("ftbench") or {}).get("commit")) for each in ended if each})
         gpu = rundir.first_gpu(machine).get("name")
         return {
@@ -212,11 +212,11 @@ class ParityTables(Tables):
     def _worst(self, recipe: Contender) -> Iterator[list[str]]:
         """Yield rows (recipe, tensor, error, limit) for the tensors of a recipe with the largest `error / limit`."""
         plan = self.plan
-        if recipe.refused or plan.standings[record := plan.record_of(recipe.spec, recipe)].state != "ok":
+        if recipe.refused or plan.statuses[record := plan.record_of(recipe.spec, recipe)].state != "ok":
             return
         needed = [plan.record_of(recipe.reference, recipe)]
         needed += [plan.record_of(plan.plain(recipe), recipe)] if verdict.rounds(recipe.spec) else []
-        if any(plan.standings[each].state != "ok" for each in needed):
+        if any(plan.statuses[each].state != "ok" for each in needed):
             return
         rounding = [plan.agreement(recipe, each) for each in needed[1:]]
         checks = verdict.tensor_checks(plan.agreement(recipe, record), rounding, recipe.spec)

@@ -31,33 +31,33 @@ def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
     (initial or trained weights, before or after the steps) and two lists of losses per sample in nats: reference, run.
     A row of `tensors` is [`initial` or `trained`, quantity, tensor name, direction error, log of the norm ratio]."""
     a, b = _loaded(reference), _loaded(candidate)
-    made: dict[str, Any] = {"problems": [], "losses": {}, "tensors": []}
+    result: dict[str, Any] = {"problems": [], "losses": {}, "tensors": []}
     if not a or not b or a["gradient"].shape[2] != b["gradient"].shape[2]:
-        made["problems"].append("the run recorded no gradients")
-        return made
+        result["problems"].append("the run recorded no gradients")
+        return result
     if sorted(a["samples"]) != sorted(b["samples"]):
-        made["problems"].append("its tokens or labels differ from the reference's")
-        return made
+        result["problems"].append("its tokens or labels differ from the reference's")
+        return result
     if absent := sorted({*a["names"]} - {*b["names"]}):
-        made["problems"].append(f"{_few(absent)} not trained, and plain trains them")
+        result["problems"].append(f"{_few(absent)} not trained, and plain trains them")
     if more := sorted({*b["names"]} - {*a["names"]}):
-        made["problems"].append(f"{_few(more)} trained, and plain does not train them")
-    made["problems"] += _settings(*(json.loads(str(side["settings"])) for side in (a, b)))
-    made["problems"] += _initial(a, b)
+        result["problems"].append(f"{_few(more)} trained, and plain does not train them")
+    result["problems"] += _settings(*(json.loads(str(side["settings"])) for side in (a, b)))
+    result["problems"] += _initial(a, b)
     order = [list(side["samples"].argsort(kind="stable")) for side in (a, b)]
     for index, point in enumerate(POINTS):
-        for at, when in enumerate(("before", "after")):
-            pair = [list(map(float, side["losses"][2 * index + at][places]))
+        for offset, when in enumerate(("before", "after")):
+            pair = [list(map(float, side["losses"][2 * index + offset][places]))
                     for side, places in zip((a, b), order, strict=True)]  # fmt: skip
             if all(map(math.isfinite, (*pair[0], *pair[1]))):
-                made["losses"][f"{point} {when}"] = pair
+                result["losses"][f"{point} {when}"] = pair
             else:
-                made["problems"].append(f"the loss of a sample is not finite at {point} weights, {when} the steps")
+                result["problems"].append(f"the loss of a sample is not finite at {point} weights, {when} the steps")
     for index, point in enumerate(POINTS):
-        dead, rows = _tensors(a, b, index)
-        made["problems"] += [f"{sentence} at {point} weights" for sentence in dead]
-        made["tensors"] += [[point, *row] for row in rows]
-    return made
+        sentences, rows = _tensors(a, b, index)
+        result["problems"] += [f"{sentence} at {point} weights" for sentence in sentences]
+        result["tensors"] += [[point, *row] for row in rows]
+    return result
 
 
 def _settings(a: dict[str, list[str]], b: dict[str, list[str]]) -> list[str]:
@@ -70,9 +70,9 @@ def _settings(a: dict[str, list[str]], b: dict[str, list[str]]) -> list[str]:
 def _initial(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Compare the norms of initial weights. If tensors are initialised differently, return a sentence about them."""
     norms = dict(zip(b["names"], b["initial"], strict=True))
-    wrong = [name for name, norm in zip(a["names"], a["initial"], strict=True)
+    different = [name for name, norm in zip(a["names"], a["initial"], strict=True)
              if name in norms and not norm / INITIAL <= norms[name] <= norm * INITIAL]  # fmt: skip
-    return [f"{_few(wrong)} initialised differently"] if wrong else []
+    return [f"{_few(different)} initialised differently"] if different else []
 
 
 def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str], list[list[Any]]]:

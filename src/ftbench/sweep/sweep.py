@@ -26,7 +26,7 @@ from ftbench.sweep.output import status
 from ftbench.sweep.output.table import Tables
 from ftbench.sweep.plan.base import Plan, PlanRequest, short
 from ftbench.sweep.plan.grid import Grid, first_jobs, with_repeats
-from ftbench.sweep.plan.search import TRIAL, Family, Search
+from ftbench.sweep.plan.search import TRIAL, Search, SearchCell
 
 _SEARCHED = ("train.batch_size", "train.gradient_accumulation_steps", *TRIAL)  # the keys that --until-oom sets
 
@@ -157,20 +157,20 @@ class _Planner:
         return "; ".join(problems) or None
 
     def _search(self) -> Search:
-        families: dict[str, Family] = {}
+        cells: dict[str, SearchCell] = {}
         for job in self.firsts:
-            if (key := fingerprint_without_batch(with_changes(job.spec, TRIAL), self.options.gpu)) not in families:
+            if (key := fingerprint_without_batch(with_changes(job.spec, TRIAL), self.options.gpu)) not in cells:
                 values = {key: value for key, value in job.values.items() if key not in _SEARCHED}
                 sets = (*self.request.sets, *settings(values.items()))
-                families[key] = Family(job.spec, sets, values, self._problem(job.spec))
-        if all(family.refused for family in families.values()):
-            raise MissingError("\n".join(dict.fromkeys(family.refused or "" for family in families.values())))
+                cells[key] = SearchCell(job.spec, sets, values, self._problem(job.spec))
+        if all(cell.refused for cell in cells.values()):
+            raise MissingError("\n".join(dict.fromkeys(cell.refused or "" for cell in cells.values())))
         if self.options.gpu is None:
             raise MissingError(
                 "--until-oom needs a GPU: a CPU swaps instead of running out of memory (`--set launch.mock=oom` tries "
                 "the search without a GPU)"
             )
-        return Search(families.values(), self.options, self.device)
+        return Search(cells.values(), self.options, self.device)
 
 
 def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:
@@ -180,14 +180,14 @@ def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:
         MissingError: If a recipe would run without its published kernels, or if all jobs are skipped.
     """
     plan, folder, budget = ready.plan, ready.plan.options.folder, ready.request.time_budget
-    skipped = [standing.reason for standing in plan.standings.values() if standing.state == "skipped"]
-    if ready.unpublished or len(skipped) == len(plan.standings) > 0:
+    skipped = [current.reason for current in plan.statuses.values() if current.state == "skipped"]
+    if ready.unpublished or len(skipped) == len(plan.statuses) > 0:
         raise MissingError(ready.unpublished or "\n".join(dict.fromkeys(map(str, skipped))))
     deadline = None if budget is None else time.monotonic() + budget
     # Ray prints to stdout, which is reserved for the result.
     with locked(folder), LiveView(log_every_s) as view, redirect_stdout(sys.stderr):
         tables = ready.tables(plan, ready.impossible)
-        view.event(f"{folder}: {status.counted(plan.standings.values(), None) or 'searching'}")
+        view.event(f"{folder}: {status.counted(plan.statuses.values(), None) or 'searching'}")
         for cell, reason in ready.impossible:
             view.event(f"impossible  {cell}: {reason}")
         session = Session(ready.source, plan, ready.slots, tables, view, deadline)

@@ -182,35 +182,35 @@ def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any
     for (point, change, what), recorded in errors.items():
         known = [other.get((point, change, what), {}) for other in allowed]
         tensors = {name: error for name, error in recorded.items() if not known or any(name in each for each in known)}
-        of_step, stated = CHANGES[change] == "weight change", _stated(names, change, what)
+        of_step, budget = CHANGES[change] == "weight change", _budget(names, change, what)
         # Norm errors scatter around 0, so the median of a few can be small by chance. Rounding changes the directions
         # of Adam's steps, and thus the norm of their sum.
         typical, factor = (_root_mean_square, FACTOR * (1 + of_step)) if what == "norm" else (_median, FACTOR)
-        size = max((typical(each.values()) for each in known), default=0.0)
+        plain_typical = max((typical(each.values()) for each in known), default=0.0)
         # One tensor in one batch has few samples: the norm errors of gradients at both points count.
         points = POINTS if what == "norm" and not of_step else (point,)
-        both = [typical(other.get((each, change, what), {}).values()) for other in allowed for each in points]
+        plain_both = [typical(other.get((each, change, what), {}).values()) for other in allowed for each in points]
         rounded = CLIPPING if (change, what) == ("moment", "norm") and in_16_bits else 0.0
         text = f"{CHANGES[change]} {what} at {point} weights"
         for group, members in _groups(tensors).items():
-            own = max((typical([each.get(name, 0.0) for name in members]) for each in known), default=0.0)
-            limit = max(factor * max(own, size), stated / 2) + rounded
+            plain_error = max((typical([each.get(name, 0.0) for name in members]) for each in known), default=0.0)
+            limit = max(factor * max(plain_error, plain_typical), budget / 2) + rounded
             checks.append(_Check(f"{group}: median {text}", _median(tensors[name] for name in members), limit))
         for name, error in tensors.items():
-            own = max([0.0, *both, *(each.get(name, 0.0) for each in known)])
-            limit = max(ONE_TENSOR[what] * own, stated) + rounded
+            plain_error = max([0.0, *plain_both, *(each.get(name, 0.0) for each in known)])
+            limit = max(ONE_TENSOR[what] * plain_error, budget) + rounded
             if what == "direction" and not of_step:
-                limit = min(limit, max(UNRELATED, own))
+                limit = min(limit, max(UNRELATED, plain_error))
             checks.append(_Check(f"{name}: {text}", error, limit))
     return checks
 
 
-def _stated(names: Sequence[str], change: str, what: str) -> float:
+def _budget(names: Sequence[str], change: str, what: str) -> float:
     """Return the largest limit in `BUDGETS` for an error of one tensor. Return 0 if `BUDGETS` has no fixed limit."""
     of_step = CHANGES[change] == "weight change"
     field = "norm" if what == "norm" else "update" if of_step else "direction"
-    stated = [getattr(BUDGETS[name], field) for name in names if of_step or name == names[0]]
-    return max((each for each in stated if each is not None), default=0.0)
+    budgets = [getattr(BUDGETS[name], field) for name in names if of_step or name == names[0]]
+    return max((each for each in budgets if each is not None), default=0.0)
 
 
 def _errors(record: Mapping[str, Any]) -> _Errors:

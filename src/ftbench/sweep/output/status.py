@@ -14,14 +14,14 @@ from ftbench.launch.progress import Progress
 from ftbench.store.rundir import RunDir, read_document
 from ftbench.sweep.lock import is_held
 from ftbench.sweep.output.table import BOARD
-from ftbench.sweep.plan.base import FAILED, Standing
+from ftbench.sweep.plan.base import FAILED, JobStatus
 
 UNFINISHED = ".slurm"  # Slurm jobs write an unfinished run NAME to .slurm/NAME/NAME
 
 
-def counted(standings: Iterable[Standing], left_s: float | None) -> str:
+def counted(statuses: Iterable[JobStatus], left_s: float | None) -> str:
     """Return the progress as text, such as `12 ok · 1 oom · 2 skipped · 9 runs left · about 1 h 20 min`."""
-    states = Counter(standing.state for standing in standings)
+    states = Counter(status.state for status in statuses)
     failed = sum(states[name] for name in FAILED)
     left = states["pending"] + states["running"] + states["interrupted"]
     counts = {"ok": states["ok"], "oom": states["oom"], "failed": failed, "skipped": states["skipped"]}
@@ -78,15 +78,15 @@ def as_text(board: dict[str, Any]) -> str:
     """Return the status of a sweep as text. `board` is the result of `status`."""
     jobs = {job["run"]: job for job in board["jobs"]}
     stopped = {} if board["alive"] else {"running": "pending"}
-    standings = [Standing(stopped.get(job["state"], job["state"])) for job in jobs.values()]
+    statuses = [JobStatus(stopped.get(job["state"], job["state"])) for job in jobs.values()]
     ends_at = board.get("ends_at") if board["alive"] else None
-    lines = [f"{board['folder']}: {counted(standings, ends_at and max(0.0, ends_at - time.time()))}"]
+    lines = [f"{board['folder']}: {counted(statuses, ends_at and max(0.0, ends_at - time.time()))}"]
     lines += [f"  running  {jobs[run]['what']}: {text}" for run, text in board["running"].items()]
     lines += [
         f"  {job['state']:<8} {job['what']}: {job.get('reason')}"
         for job in jobs.values() if job["state"] in (*FAILED, "oom", "skipped")
     ]  # fmt: skip
-    left = sum(not standing.done for standing in standings)
+    left = sum(not status.done for status in statuses)
     if not board["alive"] and left:
         lines.append(f"  stopped at {board['at']}: run the same command to continue")
     lines.append(f"  table    {Path(board['folder']) / 'summary.md'}")

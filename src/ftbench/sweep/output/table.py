@@ -25,7 +25,7 @@ class Tables:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of text that are printed above the tables."""
-        if any(job.spec.launch.mock != "off" for job in self.plan.standings):
+        if any(job.spec.launch.mock != "off" for job in self.plan.statuses):
             yield "launch.mock: nothing was trained, and all figures are invented."
 
     def sections(self, runs: Sequence[Record]) -> Iterator[tuple[str, Table]]:
@@ -83,11 +83,11 @@ class Tables:
 
     def runs(self) -> list[Record]:
         """Return the records of the finished runs, with the same numbers as in `ftbench report FOLDER`."""
-        done = {job.run.run_id for job, now in self.plan.standings.items() if now.done and now.state != "skipped"}
+        done = {job.run.run_id for job, each in self.plan.statuses.items() if each.done and each.state != "skipped"}
         return [record for record in collect([self.folder]) if record["run_id"] in done] if done else []
 
     def _skipped(self) -> list[tuple[str, str]]:
-        return [(job.what, str(now.reason)) for job, now in self.plan.standings.items() if now.state == "skipped"]
+        return [(job.what, str(each.reason)) for job, each in self.plan.statuses.items() if each.state == "skipped"]
 
 
 def _report(runs: Sequence[Record]) -> Report:
@@ -98,21 +98,21 @@ def _report(runs: Sequence[Record]) -> Report:
 
 def frontier_table(search: Search) -> Table:
     """Return the table of `--until-oom`: the largest batch that fits and the smallest that does not, for each cell."""
-    keys = dict.fromkeys(key for family in search.families for key in family.values if key != "method")
+    keys = dict.fromkeys(key for cell in search.cells for key in cell.values if key != "method")
     rows = []
-    for family, _, edge in search.edges():
-        largest, failing = edge.largest, edge.first_failing
+    for cell, _, result in search.results():
+        largest, failing = result.largest, result.first_failing
         oom = (failing.oom if failing else None) or {}
-        row: dict[str, Any] = {key.rpartition(".")[2]: short(family.values.get(key, "")) for key in keys}
+        row: dict[str, Any] = {key.rpartition(".")[2]: short(cell.values.get(key, "")) for key in keys}
         rows.append(row | {
-            "method": family.spec.method.name,
+            "method": cell.spec.method.name,
             "largest batch": largest.batch if largest else "none" if failing else "",
             "tokens/s": units.rate(largest.speed) if largest else "",
             "reserved GiB": units.gibibytes(largest.peak_gb) if largest else "",
             "first that fails": failing.batch if failing else "",
             "where it fails": f"{oom['phase']}, step {oom['step']}" if oom.get("phase") else "",
             "GiB asked for": units.gibibytes(size / units.GIB) if (size := oom.get("bytes_requested")) else "",
-            "knee": edge.knee or "", "note": edge.note,
+            "knee": result.knee or "", "note": result.note,
         })  # fmt: skip
     note = (
         "knee: no larger batch is 5 % faster. A trial starts with the longest samples of the data set, so step 1 shows "

@@ -33,7 +33,7 @@ class Job:
         sets: `--set` changes that turn the spec file into `spec`.
         values: The job's value on each axis.
         repeat: Number of the repeat, from 1.
-        family: Identifier of all jobs that differ only in batch size.
+        without_batch: Identifier of all jobs that differ only in batch size.
     """
 
     run: RunDir
@@ -41,7 +41,7 @@ class Job:
     sets: tuple[str, ...] = field(compare=False)
     values: dict[str, Any] = field(compare=False)
     repeat: int = field(compare=False)
-    family: str = field(compare=False)
+    without_batch: str = field(compare=False)
 
     @property
     def cell(self) -> str:
@@ -77,7 +77,7 @@ def run_command(source: Path, job: Job, out: Path) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class JobStatus:
     """Status of a job: the state of its run, `pending`, or `skipped`.
 
     `wall_s` is the wall time of a finished run in seconds. `lacking` is True if the run failed because something is
@@ -95,10 +95,10 @@ class Standing:
         return self.state in DONE or self.state == "skipped"
 
 
-PENDING = Standing("pending")
+PENDING = JobStatus("pending")
 
 
-def read_standing(run: RunDir) -> Standing:
+def read_status(run: RunDir) -> JobStatus:
     """Return the status recorded in a run directory, or `pending` if there is no valid state file."""
     state = rundir.read_json(run.state)
     if state.get("state") not in rundir.STATES:
@@ -107,18 +107,18 @@ def read_standing(run: RunDir) -> Standing:
         state = rundir.read_state(run)
     lacking = state.get("exit_code") == MissingError.exit_code
     killed = state["state"] == "error" and state.get("signal") in rundir.CUT_SHORT
-    return Standing(state["state"], state.get("reason"), state.get("wall_s"), lacking, killed)
+    return JobStatus(state["state"], state.get("reason"), state.get("wall_s"), lacking, killed)
 
 
-def on_resume(standing: Standing, retry_failed: bool) -> Standing:
+def on_resume(status: JobStatus, retry_failed: bool) -> JobStatus:
     """Return the status `pending` for a job that must run again. For other jobs, return the given status.
 
     Interrupted jobs must run again. Jobs that failed because something was missing on the machine must run again too.
     Other failed jobs must run again only if `retry_failed` is True. Out of memory is a result, not a failure.
     """
-    interrupted = standing.state == "interrupted" or standing.killed
-    again = interrupted or standing.lacking or (retry_failed and standing.state in FAILED)
-    return PENDING if again else standing
+    interrupted = status.state == "interrupted" or status.killed
+    again = interrupted or status.lacking or (retry_failed and status.state in FAILED)
+    return PENDING if again else status
 
 
 def is_batch_too_large(run: RunDir) -> bool:
@@ -158,13 +158,13 @@ class WallTimes:
 
     def __init__(self) -> None:
         self._cells: dict[str, list[float]] = {}
-        self._families: dict[str, list[tuple[Experiment, float]]] = {}
+        self._by_settings: dict[str, list[tuple[Experiment, float]]] = {}
         self._slowest: dict[int, tuple[Experiment, float]] = {}  # the key is the batch size
 
     def add(self, job: Job, wall_s: float) -> None:
         """Record a finished run."""
         self._cells.setdefault(job.cell, []).append(wall_s)
-        self._families.setdefault(job.family, []).append((job.spec, wall_s))
+        self._by_settings.setdefault(job.without_batch, []).append((job.spec, wall_s))
         batch = _batch(job.spec)
         if batch not in self._slowest or wall_s > self._slowest[batch][1]:
             self._slowest[batch] = (job.spec, wall_s)
@@ -179,11 +179,11 @@ class WallTimes:
         """
         if repeats := self._cells.get(job.cell):
             return MARGIN * max(repeats)
-        family = self._families.get(job.family)
-        if not (relatives := family or [*self._slowest.values()]):
+        same = self._by_settings.get(job.without_batch)
+        if not (relatives := same or [*self._slowest.values()]):
             return None
         spec, wall = min(relatives, key=lambda pair: abs(_batch(pair[0]) - _batch(job.spec)))
-        others = () if family else (wall for _, wall in relatives)  # one packed row can hold many samples
+        others = () if same else (wall for _, wall in relatives)  # one packed row can hold many samples
         return MARGIN * max(wall * _growth(spec, job.spec), *others, 0.0)
 
     def remaining_s(
@@ -209,14 +209,14 @@ def _growth(known: Experiment, wanted: Experiment) -> float:
 
 
 class Plan:
-    """Base class of plans. A plan decides which job runs next. `standings` has the status of all jobs, in table order.
+    """Base class of plans. A plan decides which job runs next. `statuses` has the status of all jobs, in table order.
     `has_commands` is True if an `ftbench run` command can repeat each job."""
 
     has_commands = True
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.standings: dict[Job, Standing] = {}
+        self.statuses: dict[Job, JobStatus] = {}
         self.wall_times = WallTimes()
         self._retries: Counter[Job] = Counter()
 
@@ -230,22 +230,22 @@ class Plan:
 
     def pending(self) -> list[Job]:
         """Return the jobs with the status `pending`."""
-        return [job for job, standing in self.standings.items() if standing == PENDING]
+        return [job for job, status in self.statuses.items() if status == PENDING]
 
     def left(self) -> int:
         """Return the number of jobs that are not done."""
-        return sum(not standing.done for standing in self.standings.values())
+        return sum(not status.done for status in self.statuses.values())
 
-    def record(self, job: Job, standing: Standing) -> None:
+    def record(self, job: Job, status: JobStatus) -> None:
         """Record a job's status and wall time."""
-        self.standings[job] = standing
-        if standing.state in ("ok", "timeout", NOT_FINITE) and standing.wall_s is not None:
-            self.wall_times.add(job, standing.wall_s)
+        self.statuses[job] = status
+        if status.state in ("ok", "timeout", NOT_FINITE) and status.wall_s is not None:
+            self.wall_times.add(job, status.wall_s)
 
-    def is_retried(self, job: Job, standing: Standing) -> bool:
+    def is_retried(self, job: Job, status: JobStatus) -> bool:
         """If the job was killed, make it `pending` again, at most twice per session. Return whether it is `pending`."""
-        if not standing.killed or self._retries[job] >= RETRIES:
+        if not status.killed or self._retries[job] >= RETRIES:
             return False
         self._retries[job] += 1
-        self.standings[job] = PENDING
+        self.statuses[job] = PENDING
         return True

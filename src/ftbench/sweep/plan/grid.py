@@ -8,13 +8,13 @@ from ftbench.store.rundir import RunDir
 from ftbench.sweep.plan.base import (
     PENDING,
     Job,
+    JobStatus,
     Options,
     Plan,
-    Standing,
     is_batch_too_large,
     job,
     on_resume,
-    read_standing,
+    read_status,
 )
 
 
@@ -26,38 +26,38 @@ class Grid(Plan):
         super().__init__(options)
         self._limits: dict[str, int] = {}
         for each in dict.fromkeys(jobs):
-            self.record(each, Standing("skipped", refused[each]) if each in refused else self._read(each))
+            self.record(each, JobStatus("skipped", refused[each]) if each in refused else self._read(each))
         self._skip_larger_batches()
 
-    def _read(self, job: Job) -> Standing:
-        now = read_standing(job.run)
-        return PENDING if self.options.force and now.state != "running" else on_resume(now, self.options.retry_failed)
+    def _read(self, job: Job) -> JobStatus:
+        status, options = read_status(job.run), self.options
+        return PENDING if options.force and status.state != "running" else on_resume(status, options.retry_failed)
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
-        while each := next(filter(has_time, self.pending()), None):
-            if self._read(each) == PENDING:
-                self.standings[each] = Standing("running")
-                return each
-            self.ended(each)  # another process has started or finished it since the plan was made
+        while job := next(filter(has_time, self.pending()), None):
+            if self._read(job) == PENDING:
+                self.statuses[job] = JobStatus("running")
+                return job
+            self.ended(job)  # another process has started or finished it since the plan was made
         return None
 
     def ended(self, job: Job) -> None:
-        now = read_standing(job.run)
-        if not self.is_retried(job, now):
-            self.record(job, now)
+        status = read_status(job.run)
+        if not self.is_retried(job, status):
+            self.record(job, status)
             self._skip_larger_batches()
 
-    def record(self, job: Job, standing: Standing) -> None:
-        super().record(job, standing)
-        if standing.state == "oom" and is_batch_too_large(job.run):
+    def record(self, job: Job, status: JobStatus) -> None:
+        super().record(job, status)
+        if status.state == "oom" and is_batch_too_large(job.run):
             batch = job.spec.train.batch_size
-            self._limits[job.family] = min(batch, self._limits.get(job.family, batch))
+            self._limits[job.without_batch] = min(batch, self._limits.get(job.without_batch, batch))
 
     def _skip_larger_batches(self) -> None:
         for each in self.pending():
-            limit = self._limits.get(each.family)
+            limit = self._limits.get(each.without_batch)
             if limit is not None and each.spec.train.batch_size >= limit:
-                self.standings[each] = Standing("skipped", f"oom at batch {limit}")
+                self.statuses[each] = JobStatus("skipped", f"oom at batch {limit}")
 
 
 def first_jobs(cells: Iterable[GridCell], options: Options) -> list[Job]:

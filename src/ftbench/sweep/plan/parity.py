@@ -74,11 +74,11 @@ class ParityPlan(Grid):
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
         """Return a job to start now, or None. A job that reads saved weights follows their run and takes as long."""
-        jobs = {each.run.run_id: each for each in self.standings}
+        jobs = {each.run.run_id: each for each in self.statuses}
 
         def is_ready(job: Job) -> bool:
             source = jobs.get(job.spec.measure.weights_of, job)
-            return has_time(source) and (source is job or self.standings[source].done)
+            return has_time(source) and (source is job or self.statuses[source].done)
 
         return super().next(is_ready)
 
@@ -110,13 +110,13 @@ class ParityPlan(Grid):
         forward = ("lora_scale_x1.5" if coarse else "lora_scale_x1.05") if adapters else "loss_over_padding"
         backward = "layer_gradient_reversed" if coarse else "gradient_entries_lost"
         # Full training learns the same with the gradient of one layer reversed, or with 1.1 times the learning rate.
-        whole = "layer_gradient_reversed" if adapters else "learning_rate_x0.1"
-        few = [(forward, "forward"), (backward, "gradient"), (whole, "training")]
-        few = few if self.seeds else few[:2]
+        in_training = "layer_gradient_reversed" if adapters else "learning_rate_x0.1"
+        levels = [(forward, "forward"), (backward, "gradient"), (in_training, "training")][: 3 if self.seeds else 2]
         if not self.every_control:
-            return few
-        done = {name for name, level in few if level != "training"}
-        return few + [(name, "any") for name in GRADED if name not in done and (adapters or name not in OF_ADAPTERS)]
+            return levels
+        done = {name for name, level in levels if level != "training"}
+        others = [name for name in GRADED if name not in done and (adapters or name not in OF_ADAPTERS)]
+        return levels + [(name, "any") for name in others]
 
     def plain(self, recipe: Contender) -> Experiment:
         """Return the plain recipe in the precision of `recipe`. The rounding errors of this run set the limits."""
@@ -219,7 +219,7 @@ class ParityPlan(Grid):
             jobs = [self.record_of(self.plain(recipe), recipe, name)]
             results = [each for each in self._recorded(recipe, jobs[0]) if level in ("any", each.level)]
         failed = next((each for each in results if _is_refused(each)), None)
-        ended = [self.standings[each] for each in jobs if self.standings[each].done]
+        ended = [self.statuses[each] for each in jobs if self.statuses[each].done]
         if any(each.state not in ("ok", NOT_FINITE) for each in ended):  # for example, the control damages nothing
             return ControlResult(name, level, BROKEN, failed or results[0])
         state = "caught" if failed else PENDING if any(each.state == PENDING for each in results) else "missed"
@@ -230,8 +230,8 @@ class ParityPlan(Grid):
         rounding = [self.record_of(self.plain(recipe), recipe)] if verdict.rounds(recipe.spec) else []
         if why := self._missing([self.record_of(recipe.reference, recipe), *rounding], [record]):
             return (LevelResult("forward", *why), LevelResult("gradient", *why))
-        own, *allowed = [self.agreement(recipe, each) for each in (record, *rounding)]
-        return verdict.forward(own, allowed, recipe.spec), verdict.gradient(own, allowed, recipe.spec)
+        judged, *rounded = [self.agreement(recipe, each) for each in (record, *rounding)]
+        return verdict.forward(judged, rounded, recipe.spec), verdict.gradient(judged, rounded, recipe.spec)
 
     def _trained(self, recipe: Contender, jobs: Sequence[Job]) -> LevelResult:
         references = [self.train(recipe.reference, seed) for seed in range(self.seeds)]
@@ -250,12 +250,12 @@ class ParityPlan(Grid):
         """Return (state, reason) of a parity level if one of its runs is pending or failed, else None. The level fails
         if a run in `judged` failed. It is inconclusive if a run of the reference or of plain bfloat16 failed."""
         for each in (*yardsticks, *judged):
-            standing = self.standings[each]
-            if not standing.done:
+            status = self.statuses[each]
+            if not status.done:
                 return PENDING, ""
-            if standing.state != "ok":
+            if status.state != "ok":
                 state = INCONCLUSIVE if each in yardsticks else FAIL
-                return state, f"{each.values['recipe']}, {each.values['run']}: {standing.reason or standing.state}"
+                return state, f"{each.values['recipe']}, {each.values['run']}: {status.reason or status.state}"
         return None
 
     def agreement(self, recipe: Contender, record: Job) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from ftbench.store.summary import read_summary
 from ftbench.sweep.plan.base import (
     PENDING,
     Job,
+    JobStatus,
     Options,
     Plan,
-    Standing,
     is_batch_too_large,
     job,
     on_resume,
-    read_standing,
+    read_status,
 )
 
 LARGEST_BATCH = 4096
@@ -62,7 +62,7 @@ def next_batch(trials: Sequence[Trial], candidates: Sequence[int], seed: int | N
 
 
 def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | None:
-    """Return the next larger batch size to try, or None. `largest` is the largest size that has fitted."""
+    """Return the next larger batch size to try, or None. `largest` is the largest size that fits so far."""
     larger = [batch for batch in candidates if batch > largest]
     wanted = 2 * largest
     if seed is not None and largest < seed:
@@ -74,7 +74,7 @@ def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | 
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class SearchResult:
     """The result of a search: the largest batch that fits, the smallest that does not, knee (see `knee`), note."""
 
     largest: Trial | None
@@ -83,8 +83,8 @@ class Edge:
     note: str
 
 
-def edge(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = None) -> Edge:
-    """Return what is known from the trials: the largest batch that fits, the smallest that does not, and the knee."""
+def search_result(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = None) -> SearchResult:
+    """Return the largest batch that fits, the smallest that does not, and the knee, as far as the trials show them."""
     fitting = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.batch)
     failing = sorted((trial for trial in trials if trial.fits is False), key=lambda trial: trial.batch)
     note = ""
@@ -94,7 +94,7 @@ def edge(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = 
         note = "not finished"
     elif fitting and not failing:
         note = f"not reached up to batch {candidates[-1]:,}"
-    return Edge(fitting[-1] if fitting else None, failing[0] if failing else None, knee(fitting), note)
+    return SearchResult(fitting[-1] if fitting else None, failing[0] if failing else None, knee(fitting), note)
 
 
 def knee(fitting: Sequence[Trial]) -> int | None:
@@ -105,8 +105,8 @@ def knee(fitting: Sequence[Trial]) -> int | None:
 
 
 @dataclass(slots=True)
-class Family:
-    """The settings of a cell without its batch size. `seed` is the estimator's largest batch that fits."""
+class SearchCell:
+    """A cell without its batch size, and the state of its search. `seed` is the estimator's largest batch that fits."""
 
     spec: Experiment
     sets: tuple[str, ...]
@@ -121,86 +121,86 @@ class Family:
 class Search(Plan):
     """The plan of `--until-oom`: for each cell, search for the largest batch that fits."""
 
-    def __init__(self, families: Iterable[Family], options: Options, gpu: dict[str, Any] | None = None) -> None:
+    def __init__(self, cells: Iterable[SearchCell], options: Options, gpu: dict[str, Any] | None = None) -> None:
         super().__init__(options)
-        self.families = list(families)
-        for family in self.families:
-            family.seed = _first_trial(family.spec, gpu, options.folder.parent)
-            family.stopped = bool(family.refused)
+        self.cells = list(cells)
+        for cell in self.cells:
+            cell.seed = _first_trial(cell.spec, gpu, options.folder.parent)
+            cell.stopped = bool(cell.refused)
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
-        for family in self.families:
-            trial = None if family.running or family.stopped else self._next_trial(family)
+        for cell in self.cells:
+            trial = None if cell.running or cell.stopped else self._next_trial(cell)
             if trial is not None and has_time(trial):
-                family.running = trial
-                self.standings[trial] = Standing("running")
+                cell.running = trial
+                self.statuses[trial] = JobStatus("running")
                 return trial
         return None
 
-    def _next_trial(self, family: Family) -> Job | None:
+    def _next_trial(self, cell: SearchCell) -> Job | None:
         """Return the next trial to run, or None. Read the results of finished trials from their run directories."""
-        while (batch := next_batch([*family.trials.values()], self.candidates(family), family.seed)) is not None:
-            trial = self._job(family, batch)
-            now = on_resume(read_standing(trial.run), self.options.retry_failed)
-            if now.state == "running":  # another process runs it, and the next session reads its result
-                self.standings[trial] = now
-                family.stopped = True
+        while (batch := next_batch([*cell.trials.values()], self.candidates(cell), cell.seed)) is not None:
+            trial = self._job(cell, batch)
+            status = on_resume(read_status(trial.run), self.options.retry_failed)
+            if status.state == "running":  # another process runs it, and the next session reads its result
+                self.statuses[trial] = status
+                cell.stopped = True
                 return None
-            crowded = now.state == "oom" and not is_batch_too_large(trial.run)
-            if (self.options.force or crowded) and trial not in self.standings:
-                now = PENDING
-            if not now.done:
+            crowded = status.state == "oom" and not is_batch_too_large(trial.run)
+            if (self.options.force or crowded) and trial not in self.statuses:
+                status = PENDING
+            if not status.done:
                 return trial
-            self._add_trial(family, trial, now)
+            self._add_trial(cell, trial, status)
         return None
 
     def ended(self, job: Job) -> None:
-        (family,) = (family for family in self.families if family.running == job)
-        family.running = None
-        now = read_standing(job.run)
-        if now.done and not self.is_retried(job, now):
-            self._add_trial(family, job, now)
-        elif not now.done:
-            self.standings[job] = now
-            family.stopped = True
+        (cell,) = (cell for cell in self.cells if cell.running == job)
+        cell.running = None
+        status = read_status(job.run)
+        if status.done and not self.is_retried(job, status):
+            self._add_trial(cell, job, status)
+        elif not status.done:
+            self.statuses[job] = status
+            cell.stopped = True
 
-    def _add_trial(self, family: Family, trial: Job, now: Standing) -> None:
-        self.record(trial, now)
-        family.trials[trial.spec.train.batch_size] = trial_of(trial, now)
+    def _add_trial(self, cell: SearchCell, trial: Job, status: JobStatus) -> None:
+        self.record(trial, status)
+        cell.trials[trial.spec.train.batch_size] = trial_of(trial, status)
 
-    def candidates(self, family: Family) -> list[int]:
+    def candidates(self, cell: SearchCell) -> list[int]:
         """Return the allowed batch sizes. A batch size must not be larger than the dataset. The number of sequences per
         step must be a multiple of the group size (grpo)."""
-        accumulation, group = family.spec.train.gradient_accumulation_steps, family.spec.objective.group
+        accumulation, group = cell.spec.train.gradient_accumulation_steps, cell.spec.objective.group
         allowed = [batch for batch in range(1, LARGEST_BATCH + 1) if batch * accumulation % group == 0]
-        limit = self._samples(family)
+        limit = self._samples(cell)
         return [batch for batch in allowed if limit is None or batch <= limit] or allowed[:1]
 
-    def _samples(self, family: Family) -> int | None:
+    def _samples(self, cell: SearchCell) -> int | None:
         """Return the number of samples in the dataset, from a trial or the spec. Return None for generated data."""
-        if family.spec.dataset.is_generated:
+        if cell.spec.dataset.is_generated:
             return None
-        datasets = (read_json(self._job(family, batch).run.applied).get("dataset", {}) for batch in family.trials)
-        return next((int(each["samples"]) for each in datasets if each.get("samples")), family.spec.dataset.samples)
+        datasets = (read_json(self._job(cell, batch).run.applied).get("dataset", {}) for batch in cell.trials)
+        return next((int(each["samples"]) for each in datasets if each.get("samples")), cell.spec.dataset.samples)
 
-    def edges(self) -> list[tuple[Family, list[Trial], Edge]]:
-        """Return (family, finished trials, result of the search) for each cell. The family has the cell's settings."""
-        edges = []
-        for family in self.families:
-            trials = [family.trials[batch] for batch in sorted(family.trials)]
-            limit = edge(trials, self.candidates(family), family.seed)
-            edges.append((family, trials, replace(limit, note=family.refused) if family.refused else limit))
-        return edges
+    def results(self) -> list[tuple[SearchCell, list[Trial], SearchResult]]:
+        """Return (cell, finished trials in the order of their batch sizes, result of the search) for each cell."""
+        results = []
+        for cell in self.cells:
+            trials = [cell.trials[batch] for batch in sorted(cell.trials)]
+            limit = search_result(trials, self.candidates(cell), cell.seed)
+            results.append((cell, trials, replace(limit, note=cell.refused) if cell.refused else limit))
+        return results
 
     def as_dicts(self) -> list[dict[str, Any]]:
         return [
-            {"cell": family.values, "method": family.spec.method.name, **asdict(edge)}
+            {"cell": cell.values, "method": cell.spec.method.name, **asdict(result)}
             | {"trials": list(map(asdict, trials))}
-            for family, trials, edge in self.edges()
+            for cell, trials, result in self.results()
         ]
 
-    def _job(self, family: Family, batch: int) -> Job:
-        spec = family.spec
+    def _job(self, cell: SearchCell, batch: int) -> Job:
+        spec = cell.spec
         changes: dict[str, Any] = {
             "train.batch_size": batch, "train.gradient_accumulation_steps": spec.train.gradient_accumulation_steps,
             **TRIAL,
@@ -209,9 +209,9 @@ class Search(Plan):
             changes["dataset.samples"] = max(spec.dataset.samples or 0, batch)
         trial = with_changes(spec, changes | {"measure.repeats": 1})
         sets = (f"{key}={'on' if value is True else value}" for key, value in changes.items())
-        values = family.values | {"train.batch_size": batch}
-        made = job(trial, (*family.sets, *sets), values, 1, self.options.folder, self.options.gpu)
-        return replace(made, family=identity.fingerprint_without_batch(spec, self.options.gpu))
+        values = cell.values | {"train.batch_size": batch}
+        trial_job = job(trial, (*cell.sets, *sets), values, 1, self.options.folder, self.options.gpu)
+        return replace(trial_job, without_batch=identity.fingerprint_without_batch(spec, self.options.gpu))
 
 
 def _first_trial(spec: Experiment, gpu: dict[str, Any] | None, folder: Path) -> int | None:
@@ -223,14 +223,14 @@ def _first_trial(spec: Experiment, gpu: dict[str, Any] | None, folder: Path) -> 
     return None
 
 
-def trial_of(job: Job, now: Standing) -> Trial:
+def trial_of(job: Job, status: JobStatus) -> Trial:
     """Return the trial of a finished job: whether the batch fits, and its speed and memory."""
     batch = job.spec.train.batch_size
-    if now.state == "oom":
+    if status.state == "oom":
         if not is_batch_too_large(job.run):
             return Trial(batch, None, reason="out of memory while others used the GPU")
-        return Trial(batch, False, reason=now.reason, oom=read_json(job.run.state).get("oom"))
-    if now.state not in ("ok", NOT_FINITE):
-        return Trial(batch, None, reason=now.reason)
+        return Trial(batch, False, reason=status.reason, oom=read_json(job.run.state).get("oom"))
+    if status.state not in ("ok", NOT_FINITE):
+        return Trial(batch, None, reason=status.reason)
     summary = read_summary(job.run)
     return Trial(batch, True, summary["tokens_per_s"].get("real"), summary["memory_gb"].get("reserved_peak"))
