@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM as Model
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from conftest import spec_of
-from ftbench.kernels.adapter_products import Augmented, Beside
+from ftbench.kernels.adapter_products import AdaptersOnly, Augmented
 from ftbench.kernels.small_products import GRADIENT
 from ftbench.spec.methods import PROJECTIONS
 from ftbench.store.rundir import read_json
@@ -60,7 +60,7 @@ def learned(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def beside(monkeypatch) -> None:
-    monkeypatch.setattr(fused_lora, "_group", lambda layers, spec: fused_lora.BesideGroup(layers, torch.float32))
+    monkeypatch.setattr(fused_lora, "_group", lambda layers, spec: fused_lora.AdaptersOnlyGroup(layers, torch.float32))
 
 
 @pytest.mark.parametrize("form", ["augmented", "beside"])
@@ -443,7 +443,8 @@ def test_compiled_evaluation_equals_eager(form, layers):
         weight = random(16 * layers + 4 * layers, 32 + 4 * layers)
         product, given = Augmented, (x, weight, scales, *adapters)
     else:
-        product, given = Beside, (x, random(4 * layers, 32), random(16 * layers, 4), [16] * layers, scales, *adapters)
+        a, b = random(4 * layers, 32), random(16 * layers, 4)
+        product, given = AdaptersOnly, (x, a, b, [16] * layers, scales, *adapters)
     torch._dynamo.reset()
     with torch.no_grad():
         compiled_product = torch.compile(lambda: product.apply(*given), backend="eager", fullgraph=True)()

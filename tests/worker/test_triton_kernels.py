@@ -226,7 +226,7 @@ def test_fused_8_bit_mlp_learns_the_same_as_its_parts(kernels, in_torch, monkeyp
     x, dy, found = *torch.randn(2, 2, 9, 48, device=DEVICE, dtype=torch.bfloat16), []
     for whole in (True, False):
         if not whole:
-            monkeypatch.setattr(fused_lora.BesideGroup, "gated", lambda *_: None)
+            monkeypatch.setattr(fused_lora.AdaptersOnlyGroup, "gated", lambda *_: None)
         model.zero_grad()
         for group in groups:
             group.refresh()

@@ -98,7 +98,7 @@ class TooEarly(WeightStream):
 @pytest.mark.parametrize("name", RECIPES)
 def test_losses_gradients_and_adapters_equal_those_on_the_device(trained, monkeypatch, name):
     """The estimate counts the same weights, and a layer's weights are read only in its turn."""
-    monkeypatch.setattr(fused_lora, "_group", lambda layers, spec: fused_lora.BesideGroup(layers, torch.float32))
+    monkeypatch.setattr(fused_lora, "_group", lambda layers, spec: fused_lora.AdaptersOnlyGroup(layers, torch.float32))
     there, away = (trained(on, **RECIPES[name]) for on in ({"gradient_checkpointing": True}, ON))
     assert figures(away) == figures(there)
     assert figures(away)[0][1:] != figures(away)[-1][1:]

@@ -42,13 +42,13 @@ def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
 
 
 @triton.jit
-def _load(moment: tensor, scale: tensor, numbers: tensor, at: tensor, there: tensor) -> tensor:
+def _load(moment: tensor, scale: tensor, numbers: tensor, at: tensor, mask: tensor) -> tensor:
     """Return a moment in float32: numbers[code] * scale for an 8-bit moment. For other moments, `scale` is None."""
-    values = tl.load(moment + at, mask=there, other=0)
+    values = tl.load(moment + at, mask=mask, other=0)
     if scale is None:
         values = values.to(tl.float32)
     else:
-        values = tl.load(numbers + values.to(tl.int32)) * tl.load(scale + at // SCALED, mask=there, other=0.0)
+        values = tl.load(numbers + values.to(tl.int32)) * tl.load(scale + at // SCALED, mask=mask, other=0.0)
     return values
 
 
@@ -85,19 +85,19 @@ def _adamw(
       lr = learning rate / (1 - beta1**step), decay = 1 - learning rate * weight decay.
     The constants are computed in float64, because 1 - beta has only four exact digits in float32."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = at < size
-    p = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
-    g = tl.load(gradient + at, mask=there, other=0.0).to(tl.float32) * tl.load(factor)
-    m = _load(first, scale1, numbers1, at, there)
-    v = _load(second, scale2, numbers2, at, there)
+    mask = at < size
+    p = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gradient + at, mask=mask, other=0.0).to(tl.float32) * tl.load(factor)
+    m = _load(first, scale1, numbers1, at, mask)
+    v = _load(second, scale2, numbers2, at, mask)
     m += fresh1 * (g - m)
     v += fresh2 * (g * g - v)
     p = p * decay - lr * m / (tl.sqrt(v) * root + eps)
     bits = _hash(at.to(tl.uint32) ^ seed.to(tl.uint32))
-    tl.store(weight + at, _rounded(p, bits & 0xFFFF, weight.dtype.element_ty), mask=there)
+    tl.store(weight + at, _rounded(p, bits & 0xFFFF, weight.dtype.element_ty), mask=mask)
     if scale1 is None:
-        tl.store(first + at, m.to(first.dtype.element_ty), mask=there)
-        tl.store(second + at, _rounded(v, bits >> 16, second.dtype.element_ty), mask=there)
+        tl.store(first + at, m.to(first.dtype.element_ty), mask=mask)
+        tl.store(second + at, _rounded(v, bits >> 16, second.dtype.element_ty), mask=mask)
     else:
         _store_codes(m, first, scale1, numbers1, at, size, BLOCK)
         _store_codes(v, second, scale2, numbers2, at, size, BLOCK)

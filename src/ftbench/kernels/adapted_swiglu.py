@@ -36,16 +36,16 @@ PARTS = 8  # programs per group of rows (forward) or columns (backward); each pr
 def _tile(x: tensor, row: tensor, column: tensor, width: tensor, rows: tensor, columns: tensor) -> tensor:
     """Return x[row, column] as a tile (rows, columns). `row` and `column` are vectors of indices. `width` is the row
     stride of x. The tile is 0 for indices outside x: row >= rows or column >= columns."""
-    there = (row < rows)[:, None] & (column < columns)[None, :]
-    return tl.load(x + row[:, None] * width + column[None, :], mask=there, other=0.0)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(x + row[:, None] * width + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _put(
+def _store(
     to: tensor, values: tensor, row: tensor, column: tensor, width: tensor, rows: tensor, columns: tensor
 ) -> None:  # fmt: skip
-    there = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(to + row[:, None] * width + column[None, :], values.to(to.dtype.element_ty), mask=there)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(to + row[:, None] * width + column[None, :], values.to(to.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -81,8 +81,8 @@ def _adapted_swiglu_forward(
         gated = g * tl.sigmoid(g) * u
         largest = tl.maximum(largest, tl.abs(gated))
         total += _dot(gated, tl.trans(_tile(a, r, column, a_row, down_rank, columns)), TYPE)
-        _put(small, shortened(gated, scale, LIMIT), row, column, columns, left, columns)
-    _put(of_rows, total, row, r, RANK, left, RANK)
+        _store(small, shortened(gated, scale, LIMIT), row, column, columns, left, columns)
+    _store(of_rows, total, row, r, RANK, left, RANK)
     tl.atomic_max(maxima + 1, tl.max(tl.max(largest, 1), 0))
     tl.store(factor, 1.0 / scale)
 
@@ -122,15 +122,15 @@ def _adapted_swiglu_backward(
         da += _dot(tl.trans(gated), t, TYPE)
         db_gate += _dot(tl.trans(dgate), m, TYPE)
         db_up += _dot(tl.trans(dup), m, TYPE)
-        _put(of_rows + first * RANK, _dot(dgate, of_gate, TYPE) + _dot(dup, of_up, TYPE), row, r, RANK, left, RANK)
+        _store(of_rows + first * RANK, _dot(dgate, of_gate, TYPE) + _dot(dup, of_up, TYPE), row, r, RANK, left, RANK)
         largest = tl.maximum(largest, tl.maximum(tl.abs(dgate), tl.abs(dup)))
         to = small + first * 2 * columns
-        _put(to, shortened(dgate, scale, LIMIT), row, column, 2 * columns, left, columns)
-        _put(to + columns, shortened(dup, scale, LIMIT), row, column, 2 * columns, left, columns)
+        _store(to, shortened(dgate, scale, LIMIT), row, column, 2 * columns, left, columns)
+        _store(to + columns, shortened(dup, scale, LIMIT), row, column, 2 * columns, left, columns)
     of_columns += tl.program_id(1) * 3 * RANK * columns
-    _put(of_columns, db_gate, column, r, RANK, columns, RANK)
-    _put(of_columns + RANK * columns, db_up, column, r, RANK, columns, RANK)
-    _put(of_columns + 2 * RANK * columns, da, column, r, RANK, columns, RANK)
+    _store(of_columns, db_gate, column, r, RANK, columns, RANK)
+    _store(of_columns + RANK * columns, db_up, column, r, RANK, columns, RANK)
+    _store(of_columns + 2 * RANK * columns, da, column, r, RANK, columns, RANK)
     tl.atomic_max(maxima + 1, tl.max(tl.max(largest, 1), 0))
     tl.store(factor, 1.0 / scale)
 

@@ -5,25 +5,25 @@ are x: (tokens, in), W_i: (out, in), A_i: (rank, in), B_i: (out, rank).
 
 `Augmented` joins base weights and adapters of all layers in one matrix: y = [x | x A'] [W | s B]' and
 dx = [dy | dy s B] [W ; A]. Here | joins columns and ; joins rows. After torch.compile, x and dy are written directly
-into the wider buffer, without a copy. `Beside` computes only the adapters, and the base layers can have any format
+into the wider buffer, without a copy. `AdaptersOnly` computes only the adapters. The base layers can have any format
 (fp8, 4 bits).
 
 The table counts reads and writes of activations in one Qwen3-8B layer. The hidden size is 4,096, the queries are 4,096
 wide, keys and values 1,024 each, and the MLP 12,288. One unit is tokens * 4,096 values. The seven projections read 9
 units and write 9.5 units. The counts come from the code that torch.compile generated for the layer (torch 2.13):
 
-| reads and writes for the adapters                      | peft | Beside | Augmented |
-|--------------------------------------------------------|-----:|-------:|----------:|
-| forward: read x for the product with A                 |    9 |      6 |         6 |
-| forward: write the product with B, read it for the sum |   19 |     19 |         0 |
-| backward: write s * dy                                 |  9.5 |      0 |         0 |
-| backward: read dy for the gradients of x A' and of B   |   19 |     19 |        19 |
-| backward: write the product with A, read it for dx     |   18 |     12 |         0 |
-| backward: read x for the gradient of A                 |    9 |      6 |         6 |
-| backward: add the gradients of one input               |    8 |      8 |         0 |
-| copy the outputs of attention and the next layer       |    0 |      0 |         4 |
-| total                                                  | 91.5 |     70 |        35 |
-| number of small matrix products                        |   42 |     33 |        16 |
+| reads and writes for the adapters                      | peft | AdaptersOnly | Augmented |
+|--------------------------------------------------------|-----:|-------------:|----------:|
+| forward: read x for the product with A                 |    9 |            6 |         6 |
+| forward: write the product with B, read it for the sum |   19 |           19 |         0 |
+| backward: write s * dy                                 |  9.5 |            0 |         0 |
+| backward: read dy for the gradients of x A' and of B   |   19 |           19 |        19 |
+| backward: write the product with A, read it for dx     |   18 |           12 |         0 |
+| backward: read x for the gradient of A                 |    9 |            6 |         6 |
+| backward: add the gradients of one input               |    8 |            8 |         0 |
+| copy the outputs of attention and the next layer       |    0 |            0 |         4 |
+| total                                                  | 91.5 |           70 |        35 |
+| number of small matrix products                        |   42 |           33 |        16 |
 Adding s * B @ A to W once per step would need fewer units. But bfloat16 would lose updates below 1/256 of a weight.
 """
 
@@ -40,8 +40,8 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names 
 def siblings(name: str) -> tuple[str, Any]:
     """Return a key that is equal for layers with the same input, for example for q_proj, k_proj and v_proj of a decoder
     layer. `name` is the dotted name of a layer, with or without peft's suffix `.base_layer`."""
-    parent, _, own = name.removesuffix(".base_layer").rpartition(".")
-    return parent, next((names for names in _SIBLINGS if own in names), own)
+    parent, _, layer = name.removesuffix(".base_layer").rpartition(".")
+    return parent, next((names for names in _SIBLINGS if layer in names), layer)
 
 
 @torch.library.custom_op("ftbench::fill_columns", mutates_args=("wide",))
@@ -108,7 +108,7 @@ def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: A
     return of_adapters
 
 
-class Beside(torch.autograd.Function):
+class AdaptersOnly(torch.autograd.Function):
     """Return the adapter product s * (x @ A') @ B' (tokens, output width) of each layer for x: (tokens, in).
 
     `a` is A of all layers (layers * rank, in). `b` is s * B of all layers (sum of output widths, rank). `sizes` are the

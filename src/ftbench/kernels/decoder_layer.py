@@ -37,7 +37,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _together(group: Any, x: torch.Tensor) -> torch.Tensor:
+def _joined(group: Any, x: torch.Tensor) -> torch.Tensor:
     """Return the outputs of all layers in an AdapterGroup side by side: (tokens, sum of widths + extra columns)."""
     return group.product(_rows(x))
 
@@ -81,7 +81,7 @@ class _Attention:
         options = {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
         out, weights = attend(self, query, key, value, attention_mask, sliding_window=window, **options, **kwargs)
         out, group = out.reshape(*shape, -1), _group(self.o_proj)
-        out = self.o_proj(out) if group is None else _together(group, out).view(*shape, -1)
+        out = self.o_proj(out) if group is None else _joined(group, out).view(*shape, -1)
         return out, weights
 
 
@@ -91,7 +91,7 @@ def _heads(attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     weights = [None if norm is None else norm.weight for norm in norms]
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
     group = _group(attention)
-    parts = [_rows(layer(x)) for layer in layers] if group is None else [_together(group, x), None, None]
+    parts = [_rows(layer(x)) for layer in layers] if group is None else [_joined(group, x), None, None]
     eps = 0.0 if norms[0] is None else norms[0].variance_epsilon
     return RotaryHeads.apply(*parts, [layer.out_features for layer in layers], *weights, cos, sin, eps)
 
@@ -104,17 +104,17 @@ class _Mlp:
         whole = None if group is None else group.gated(_rows(x), down)
         if whole is not None:
             return whole.view(shape)
-        parts = [_rows(self.gate_proj(x)), _rows(self.up_proj(x))] if group is None else [_together(group, x), None]
+        parts = [_rows(self.gate_proj(x)), _rows(self.up_proj(x))] if group is None else [_joined(group, x), None]
         gated: torch.Tensor = SwiGlu.apply(*parts, self.gate_proj.out_features)
         if down is None or down.columns:  # `down` needs an input with extra columns, but `gated` has none
             return self.down_proj(gated.view(shape))
-        return _together(down, gated).view(shape)
+        return _joined(down, gated).view(shape)
 
 
 @lru_cache
-def _with_kernels(kind: Any, ours: Any) -> Any:
-    """Return a subclass of `kind` with the methods of `ours`. It is cached: torch.compile compiles once per class."""
-    return type(kind.__name__, (ours, kind), {"__module__": kind.__module__})
+def _with_kernels(kind: Any, mixin: Any) -> Any:
+    """Return a subclass of `kind` with the methods of `mixin`. It is cached: torch.compile compiles once per class."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 def replace_forward(layer: Any) -> None:
@@ -127,8 +127,8 @@ def replace_forward(layer: Any) -> None:
         _join(mlp, mlp.gate_proj, mlp.up_proj)
         _join(mlp.down_proj, mlp.down_proj)
         pairs.append((mlp, _Mlp))
-    for module, ours in pairs:
-        module.__class__ = _with_kernels(type(module), ours)  # type: ignore[arg-type]
+    for module, mixin in pairs:
+        module.__class__ = _with_kernels(type(module), mixin)  # type: ignore[arg-type]
 
 
 def replace_norm(norm: Any) -> None:

@@ -39,9 +39,9 @@ class HostStates:
         """Copy a parameter's states to the device, call `step` to update it, and start to copy its states back."""
         self._begin(parameter)
         if parameter in self._coming:
-            for part, (there, ready) in zip(self._parts(parameter), self._coming.pop(parameter), strict=True):
+            for part, (copies, ready) in zip(self._parts(parameter), self._coming.pop(parameter), strict=True):
                 self._in.wait_for(ready)
-                part.put(there)
+                part.put(copies)
         self._next[self._last], self._last = parameter, parameter
         if (following := self._next.get(parameter)) is not parameter:
             self._begin(following)
@@ -60,9 +60,9 @@ class HostStates:
             return
         while any(left is parameter for left, _ in self._leaving):
             self._free()
-        there = [torch.empty_like(host, device=self._in.device) for host in self._hosts[parameter]]
+        copies = [torch.empty_like(host, device=self._in.device) for host in self._hosts[parameter]]
         hosts = self._hosts[parameter]
-        self._coming[parameter] = [(each, self._in.start(each, host)) for each, host in zip(there, hosts, strict=True)]
+        self._coming[parameter] = [(each, self._in.start(each, host)) for each, host in zip(copies, hosts, strict=True)]
 
     def _leave(self, parameter: Any) -> None:
         """Start to copy a parameter's states to the host. The optimizer refers to the host tensors from now on."""

@@ -34,16 +34,16 @@ def _rms_norm_forward(
     to `total`. Otherwise y is x. One program handles one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    there = column < columns
-    values = tl.load(x + row * x_row + column, mask=there, other=0.0).to(tl.float32)
+    mask = column < columns
+    values = tl.load(x + row * x_row + column, mask=mask, other=0.0).to(tl.float32)
     if SUM:
-        values += tl.load(residual + row * columns + column, mask=there, other=0.0).to(tl.float32)
+        values += tl.load(residual + row * columns + column, mask=mask, other=0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
-        tl.store(total + row * columns + column, rounded, mask=there)
+        tl.store(total + row * columns + column, rounded, mask=mask)
         values = rounded.to(tl.float32)
-    w = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     scaled = values * _scale(values, columns, eps) * w
-    tl.store(normed + row * normed_row + column, scaled.to(normed.dtype.element_ty), mask=there)
+    tl.store(normed + row * normed_row + column, scaled.to(normed.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -55,18 +55,18 @@ def _rms_norm_backward(
     total * scale, scale = 1 / sqrt(mean(total²) + eps). If SUM, add dtotal. If WIDE, also write dx to `wide`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    there = column < columns
-    values = tl.load(total + row * columns + column, mask=there, other=0.0).to(tl.float32)
-    d = tl.load(dnormed + row * dnormed_row + column, mask=there, other=0.0).to(tl.float32)
-    d *= tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
+    mask = column < columns
+    values = tl.load(total + row * columns + column, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(dnormed + row * dnormed_row + column, mask=mask, other=0.0).to(tl.float32)
+    d *= tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     scale = _scale(values, columns, eps)
     values *= scale
     gradient = scale * (d - values * (tl.sum(d * values, 0) / columns))
     if SUM:
-        gradient += tl.load(dtotal + row * columns + column, mask=there, other=0.0).to(tl.float32)
-    tl.store(dx + row * columns + column, gradient.to(dx.dtype.element_ty), mask=there)
+        gradient += tl.load(dtotal + row * columns + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dx + row * columns + column, gradient.to(dx.dtype.element_ty), mask=mask)
     if WIDE:
-        tl.store(wide + row * wide_row + column, gradient.to(wide.dtype.element_ty), mask=there)
+        tl.store(wide + row * wide_row + column, gradient.to(wide.dtype.element_ty), mask=mask)
 
 
 def _block(columns: int) -> dict[str, int]:

@@ -18,32 +18,32 @@ from triton.language import constexpr, tensor
 
 
 @triton.jit
-def _turns(cos: tensor, sin: tensor, row: tensor, half: tensor, HALF: constexpr) -> tensor:
+def _load_cos_sin(cos: tensor, sin: tensor, row: tensor, half: tensor, HALF: constexpr) -> tensor:
     """Return cos[row, :HALF], cos[row, HALF:], sin[row, :HALF], sin[row, HALF:]. `row` is a token's position."""
-    at, there = row * 2 * HALF + half, half < HALF
+    at, mask = row * 2 * HALF + half, half < HALF
     return (
-        tl.load(cos + at, mask=there, other=0.0).to(tl.float32),
-        tl.load(cos + at + HALF, mask=there, other=0.0).to(tl.float32),
-        tl.load(sin + at, mask=there, other=0.0).to(tl.float32),
-        tl.load(sin + at + HALF, mask=there, other=0.0).to(tl.float32),
+        tl.load(cos + at, mask=mask, other=0.0).to(tl.float32),
+        tl.load(cos + at + HALF, mask=mask, other=0.0).to(tl.float32),
+        tl.load(sin + at, mask=mask, other=0.0).to(tl.float32),
+        tl.load(sin + at + HALF, mask=mask, other=0.0).to(tl.float32),
     )
 
 
 @triton.jit
-def _halves(heads: tensor, head_stride: tensor, head: tensor, half: tensor, there: tensor, HALF: constexpr) -> tensor:
+def _load(heads: tensor, head_stride: tensor, head: tensor, half: tensor, mask: tensor, HALF: constexpr) -> tensor:
     """Return x[:, :HALF] and x[:, HALF:] for one token's heads x: (heads, 2 * HALF)."""
     at = heads + head * head_stride + half
-    first = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    return first, tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _put(
-    heads: tensor, first: tensor, second: tensor, head: tensor, half: tensor, there: tensor, HALF: constexpr,
+def _store(
+    heads: tensor, first: tensor, second: tensor, head: tensor, half: tensor, mask: tensor, HALF: constexpr,
 ) -> None:  # fmt: skip
     at = heads + head * 2 * HALF + half
-    tl.store(at, first.to(heads.dtype.element_ty), mask=there)
-    tl.store(at + HALF, second.to(heads.dtype.element_ty), mask=there)
+    tl.store(at, first.to(heads.dtype.element_ty), mask=mask)
+    tl.store(at + HALF, second.to(heads.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -60,13 +60,13 @@ def _rotate(
     """Write [x1 * c1 - x2 * s1, x2 * c2 + x1 * s2] for each head [x1, x2] of a token to `out`. c1, c2, s1 and s2 are
     cosines and sines. If NORM, apply RMSNorm to the heads first."""
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
-    there = (head < count) & (half < HALF)
-    first, second = _halves(heads, 2 * HALF, head, half, there, HALF)
+    mask = (head < count) & (half < HALF)
+    first, second = _load(heads, 2 * HALF, head, half, mask, HALF)
     if NORM:
         scale = _scale(first, second, eps, HALF)
         first *= scale * tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)
         second *= scale * tl.load(weight + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
-    _put(out, first * c1 - second * s1, second * c2 + first * s2, head, half, there, HALF)
+    _store(out, first * c1 - second * s1, second * c2 + first * s2, head, half, mask, HALF)
 
 
 @triton.jit
@@ -77,20 +77,20 @@ def _rotate_back(
 ) -> None:  # fmt: skip
     """Write the gradients of one token's `heads` to `out`. `dout` is the gradient of the rotated heads."""
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
-    there = (head < count) & (half < HALF)
-    d1, d2 = _halves(dout, head_stride, head, half, there, HALF)
+    mask = (head < count) & (half < HALF)
+    d1, d2 = _load(dout, head_stride, head, half, mask, HALF)
     first, second = d1 * c1 + d2 * s2, d2 * c2 - d1 * s1
     if NORM:
         first *= tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)
         second *= tl.load(weight + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
-        x1, x2 = _halves(heads, 2 * HALF, head, half, there, HALF)
+        x1, x2 = _load(heads, 2 * HALF, head, half, mask, HALF)
         scale = _scale(x1, x2, eps, HALF)
         x1 *= scale
         x2 *= scale
         mean = ((tl.sum(first * x1, 1) + tl.sum(second * x2, 1)) / (2 * HALF))[:, None]
         first = scale * (first - x1 * mean)
         second = scale * (second - x2 * mean)
-    _put(out, first, second, head, half, there, HALF)
+    _store(out, first, second, head, half, mask, HALF)
 
 
 @triton.jit
@@ -99,9 +99,9 @@ def _copy(
     BLOCK_HALF: constexpr,
 ) -> None:  # fmt: skip
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
-    there = (head < count) & (half < HALF)
-    first, second = _halves(heads, head_stride, head, half, there, HALF)
-    _put(out, first, second, head, half, there, HALF)
+    mask = (head < count) & (half < HALF)
+    first, second = _load(heads, head_stride, head, half, mask, HALF)
+    _store(out, first, second, head, half, mask, HALF)
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def _rotary_forward(
 ) -> None:  # fmt: skip
     """Write a token's rotated query and key, and its unchanged value. Cosines and sines are loaded once per token."""
     row = tl.program_id(0).to(tl.int64)
-    c1, c2, s1, s2 = _turns(cos, sin, row % positions, tl.arange(0, BLOCK_HALF)[None, :], HALF)
+    c1, c2, s1, s2 = _load_cos_sin(cos, sin, row % positions, tl.arange(0, BLOCK_HALF)[None, :], HALF)
     q, k, v = query + row * query_row, key + row * key_row, value + row * value_row
     to_q, to_k, to_v = (
         query_out + row * heads * 2 * HALF, key_out + row * pairs * 2 * HALF, value_out + row * pairs * 2 * HALF
@@ -133,7 +133,7 @@ def _rotary_backward(
 ) -> None:  # fmt: skip
     """Write the gradients of a token's query, key and value side by side. One program handles one token."""
     row = tl.program_id(0).to(tl.int64)
-    c1, c2, s1, s2 = _turns(cos, sin, row % positions, tl.arange(0, BLOCK_HALF)[None, :], HALF)
+    c1, c2, s1, s2 = _load_cos_sin(cos, sin, row % positions, tl.arange(0, BLOCK_HALF)[None, :], HALF)
     dq, dk, dv = dquery + row * dquery_row, dkey + row * dkey_row, dvalue + row * dvalue_row
     q, k, to = query + row * query_row, key + row * key_row, all_out + row * out_row
     to_k = to + heads * 2 * HALF

@@ -27,15 +27,15 @@ def _swiglu_backward(
     s = sigmoid(gate)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = column < columns
-    d = tl.load(dout + row * dout_row + column, mask=there, other=0.0).to(tl.float32)
-    g = tl.load(gate + row * gate_row + column, mask=there, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_row + column, mask=there, other=0.0).to(tl.float32)
+    mask = column < columns
+    d = tl.load(dout + row * dout_row + column, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_row + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_row + column, mask=mask, other=0.0).to(tl.float32)
     s = tl.sigmoid(g)
     dgate = d * u * s * (1.0 + g * (1.0 - s))
     to = both + row * both_row + column
-    tl.store(to, dgate.to(both.dtype.element_ty), mask=there)
-    tl.store(to + columns, (d * g * s).to(both.dtype.element_ty), mask=there)
+    tl.store(to, dgate.to(both.dtype.element_ty), mask=mask)
+    tl.store(to + columns, (d * g * s).to(both.dtype.element_ty), mask=mask)
 
 
 @torch.library.custom_op("ftbench::swiglu_backward", mutates_args=())

@@ -44,18 +44,18 @@ class HostMatrix:
 
     def begin(self) -> None:
         """Start to copy the matrix to the device, on a separate stream."""
-        there = torch.empty_like(self._host, device=self._copies.device)
-        self._coming = there, self._copies.start(there, self._host)
+        copy = torch.empty_like(self._host, device=self._copies.device)
+        self._coming = copy, self._copies.start(copy, self._host)
 
     def fetch(self) -> torch.Tensor:
         """Return a copy of the matrix on the device. The copy's memory is free when the caller deletes the copy."""
         if self._coming is None:
             self.begin()
         assert self._coming is not None
-        (there, ready), self._coming = self._coming, None
+        (copy, ready), self._coming = self._coming, None
         self._copies.wait_for(ready)
         self.fetches += 1
-        return view(there, 0, self.view)
+        return view(copy, 0, self.view)
 
 
 class _LockedPages(mmap):
@@ -83,16 +83,16 @@ class Copies:
         self.device, self.bytes, self.held = device, 0, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, there: torch.Tensor, host: torch.Tensor) -> Any:
-        """Start to copy `host` to `there`. The copy waits for all work that is queued on the device. Return an event
+    def start(self, target: torch.Tensor, host: torch.Tensor) -> Any:
+        """Start to copy `host` to `target`. The copy waits for all work that is queued on the device. Return an event
         for the end of the copy (None without a GPU)."""
         self.bytes += host.nbytes
         if self._stream is None:
-            there.copy_(host)
+            target.copy_(host)
             return None
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            there.copy_(host, non_blocking=True)
+            target.copy_(host, non_blocking=True)
             return self._stream.record_event()
 
     def wait_for(self, ready: Any) -> None:

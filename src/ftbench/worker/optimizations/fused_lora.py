@@ -10,7 +10,7 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
-from ftbench.kernels.adapter_products import ALIGNED, Augmented, Beside, siblings
+from ftbench.kernels.adapter_products import ALIGNED, AdaptersOnly, Augmented, siblings
 from ftbench.kernels.expert_products import group_adapters
 from ftbench.kernels.small_products import AdaptedProduct, GatedMlp
 from ftbench.spec.experiment import Experiment
@@ -108,7 +108,7 @@ class AugmentedGroup(AdapterGroup):
         return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
 
 
-class BesideGroup(AdapterGroup):
+class AdaptersOnlyGroup(AdapterGroup):
     """An AdapterGroup that computes all adapters together and adds the results to the outputs of the base layers. It
     also computes the products of 8-bit base layers together."""
 
@@ -143,7 +143,7 @@ class BesideGroup(AdapterGroup):
         return *self.joined[0].operands(), self.a, self.blocks, self.scales, *self.adapters()
 
     def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
-        if self.joined[0].maxima is None or not isinstance(down, BesideGroup):
+        if self.joined[0].maxima is None or not isinstance(down, AdaptersOnlyGroup):
             return None
         if max(len(self.a), len(down.a)) > MOST:
             return None
@@ -159,7 +159,8 @@ class BesideGroup(AdapterGroup):
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
         a, b = self.factors()
-        added = Beside.apply(x.reshape(-1, self.width).to(a.dtype), a, b, self.sizes, self.scales, *self.adapters())
+        rows = x.reshape(-1, self.width).to(a.dtype)
+        added = AdaptersOnly.apply(rows, a, b, self.sizes, self.scales, *self.adapters())
         (joined,) = self.joined
         alone = [] if joined else [layer.get_base_layer()(x) for layer in self.layers]
         made = joined(x).split(self.sizes, -1) if joined else alone
@@ -171,7 +172,7 @@ class BesideGroup(AdapterGroup):
         return self.a, self.b
 
 
-class ShardedGroup(BesideGroup):
+class ShardedGroup(AdaptersOnlyGroup):
     """An AdapterGroup for sharded layers. Their weights are gathered only while the decoder layer computes. So this
     group reads the adapters in each forward pass, and `refresh` does nothing."""
 
@@ -230,7 +231,7 @@ def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
     plain = all(type(layer.get_base_layer()) is torch.nn.Linear for layer in layers)
     if plain and not spec.optimizations.weight_offload and layers[0].get_base_layer().weight.dtype == products:
         return AugmentedGroup(layers)
-    return BesideGroup(layers, products)
+    return AdaptersOnlyGroup(layers, products)
 
 
 def adapted(model: Any) -> dict[str, Any]:
