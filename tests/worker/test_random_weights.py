@@ -17,7 +17,7 @@ from ftbench.facts import architectures
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.worker import methods, parallel
 from ftbench.worker.model import loading, random_weights
-from ftbench.worker.model.random_weights import Drawn, configuration, materialise
+from ftbench.worker.model.random_weights import RandomStateDict, configuration, materialise
 
 FAMILIES = ["tiny/qwen3", "tiny/qwen3-moe", "tiny/gpt-oss", "tiny/llama", "tiny/mistral", "tiny/qwen2"]
 
@@ -197,7 +197,7 @@ def test_drawn_weights_equal_those_of_files(own_cache, model_id):
     names = {name: f"base_model.model.{name.replace('q_proj', 'q_proj.base_layer')}" for name in files}
     empty = {named: torch.empty_like(files[name], dtype=torch.float32) for name, named in names.items()}
     adapter = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.ones(2)}
-    drawn = Drawn(empty | adapter, model)
+    drawn = RandomStateDict(empty | adapter, model)
     assert drawn.keys() == empty.keys() | adapter.keys()
     assert all(torch.equal(drawn[named], files[name].float()) for name, named in names.items())
     assert all(drawn[name] is adapter[name] for name in adapter)

@@ -19,7 +19,7 @@ _held: list[int] = []  # lock files, which the kernel unlocks when this process 
 
 
 def acquire(directory: RunDir, phases: Phases) -> None:
-    """Lock the GPUs that machine.json lists. Wait until other ftbench runs have ended and freed the GPUs' memory.
+    """Lock the GPUs in machine.json: wait until other ftbench runs have ended and freed the GPUs' memory.
 
     Then update the state of the GPUs in machine.json, because the parent may have read the state during another run.
     """

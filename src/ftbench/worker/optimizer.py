@@ -42,8 +42,8 @@ def _torchao(name: str) -> Any:
     def new_buffer(self: Any, p: torch.Tensor, signed: bool) -> torch.Tensor:
         return torch.zeros_like(p, dtype=dtype)
 
-    own = {"_new_buffer": new_buffer, "__module__": optim.__name__}
-    return type("AdamW", (_SteppedByKernel, optim._AdamW), own)
+    attributes = {"_new_buffer": new_buffer, "__module__": optim.__name__}
+    return type("AdamW", (_SteppedByKernel, optim._AdamW), attributes)
 
 
 class _SteppedByKernel:

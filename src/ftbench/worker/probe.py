@@ -178,10 +178,10 @@ def memory(hardware: torch.device, free: float) -> dict[str, Any]:
 def _host_link(hardware: torch.device) -> dict[str, Any]:
     """Return the GB/s of copies to and from the GPU with pinned host memory, one direction at a time."""
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=hardware)
+    on_device = torch.empty(LINK_BYTES, dtype=torch.uint8, device=hardware)
     return {
-        "to_device_gbs": LINK_BYTES / best(lambda: there.copy_(host, non_blocking=True)) / 1e9,
-        "to_host_gbs": LINK_BYTES / best(lambda: host.copy_(there, non_blocking=True)) / 1e9,
+        "to_device_gbs": LINK_BYTES / best(lambda: on_device.copy_(host, non_blocking=True)) / 1e9,
+        "to_host_gbs": LINK_BYTES / best(lambda: host.copy_(on_device, non_blocking=True)) / 1e9,
     }
 
 

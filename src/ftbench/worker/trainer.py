@@ -185,7 +185,7 @@ def training_arguments(spec: Experiment, run: RunDir, model: Any) -> dict[str, A
         "output_dir": str(run.path / "trainer"),
         "per_device_eval_batch_size": train.batch_size,
         "optim": "adamw_torch" if optimizer.arguments(spec) else train.optimizer,
-        "gradient_checkpointing": bool(gradient_checkpointing.asked_for(spec)),
+        "gradient_checkpointing": bool(gradient_checkpointing.requested(spec)),
         "activation_offloading": spec.optimizations.activation_offload,
         "eval_strategy": "epoch" if spec.measure.eval == "epoch" else "no",
         "use_cpu": not on_gpu,

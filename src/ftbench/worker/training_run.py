@@ -105,13 +105,13 @@ def recorder_of(spec: Experiment, directory: RunDir) -> Recorder:
     handle = nvml and handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(gpu).uuid}")
     if handle is not None:
         before = gpus_of(read_json(directory.machine))[gpu.index].get("process_ids") or ()
-        own = own_processes(nvml, handle, before)
-        others += [GpuLoad(nvml, handle, own)] if own else []  # else the share of other processes is unknown
+        own_pids = own_processes(nvml, handle, before)
+        others += [GpuLoad(nvml, handle, own_pids)] if own_pids else []  # else the share of other processes is unknown
     sampler = Sampler(nvml if handle is not None else None, handle, others)
     rank = parallel.rank()
-    share = None if rank is None else rank * spec.launch.data_parallel_size // spec.launch.ranks
+    data_rank = None if rank is None else rank * spec.launch.data_parallel_size // spec.launch.ranks
     writer, count_graphs = StepsWriter(directory.steps), bool(spec.optimizations.compile)
-    return Recorder(writer, gpu, sampler, count_graphs, rank or 0, share)
+    return Recorder(writer, gpu, sampler, count_graphs, rank or 0, data_rank)
 
 
 @contextmanager
@@ -141,9 +141,9 @@ def require_complete(model: Model) -> Iterator[list[str]]:
 
 
 def _require(model: Model, loaded: Any, report: dict[str, Any]) -> None:
-    own = {name for named in (loaded.named_parameters, loaded.named_buffers) for name, _ in named()}
+    names = {name for named in (loaded.named_parameters, loaded.named_buffers) for name, _ in named()}
     name = model.path or model.id
-    if missing := own & set(report["missing_keys"]):  # weights of replaced layers do not count
+    if missing := names & set(report["missing_keys"]):  # weights of replaced layers do not count
         raise MissingError(
             f"model {name}: the checkpoint lacks weights of {type(loaded).__name__}, which would be random: "
             f"{listed(sorted(missing), _SHOWN)}. Complete its files, or set model.weights=random to measure the same "

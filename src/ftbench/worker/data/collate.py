@@ -104,11 +104,11 @@ class Collator:
     def _rows_of_samples(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return a batch with one row of concatenated samples for each pipeline micro-batch. Pad the shorter rows."""
         starts = range(0, self._micro * self._rows, self._rows)
-        groups = [[each for row in rows[at : at + self._rows] for each in samples_of(row)] for at in starts]
+        groups = [[sample for row in rows[at : at + self._rows] for sample in samples_of(row)] for at in starts]
         lengths = [sum(len(ids) for ids, _ in group) for group in groups]
         full = zip(groups, lengths, strict=True)
-        made = [self._concatenated([*group, *self._filler(max(2, *lengths) - length)]) for group, length in full]
-        return {key: np.concatenate([each[key] for each in made]) for key in made[0]}
+        batches = [self._concatenated([*group, *self._filler(max(2, *lengths) - length)]) for group, length in full]
+        return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
 
     def _concatenated(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
         """Return a batch with one row that contains all samples.

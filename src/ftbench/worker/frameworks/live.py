@@ -78,8 +78,8 @@ def model_problems(model: Any, spec: Experiment) -> list[str]:
 
 def _states(model: Any) -> set[str]:
     """Return descriptions of the 4-bit weights, without the storage dtype, which differs between frameworks."""
-    own = ((module, weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    states = ((module.compute_dtype, weight.quant_state) for module, weight in own if hasattr(weight, "quant_state"))
+    weights = ((module, weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    states = ((module.compute_dtype, w.quant_state) for module, w in weights if hasattr(w, "quant_state"))
     return {
         _quantised(state.quant_type, bool(state.nested), str(dtype).removeprefix("torch."))
         for dtype, state in states if state is not None

@@ -115,10 +115,10 @@ def draw_adapters(model: Any, seed: int) -> None:
     for module in model.modules():
         for name, a in getattr(module, "lora_A", {}).items():
             b = module.lora_B[name]
-            made = torch.nn.Linear(a.in_features, a.out_features, bias=False)
+            drawn = torch.nn.Linear(a.in_features, a.out_features, bias=False)
             torch.nn.Linear(b.in_features, b.out_features, bias=False)
-            torch.nn.init.kaiming_uniform_(made.weight, a=math.sqrt(5))
-            a.weight.copy_(made.weight)
+            torch.nn.init.kaiming_uniform_(drawn.weight, a=math.sqrt(5))
+            a.weight.copy_(drawn.weight)
             b.weight.zero_()
 
 
@@ -160,10 +160,10 @@ def _check_order(run: TrainingRun) -> None:
     """Write the hash of the trained tokens to applied.json. Warn if the trainer used other tokens or another order."""
     if (recorder := run.recorder) is None:
         raise FtbenchError(f"{run.spec.launch.framework} ended without training: see log.txt")
-    given = load_from_disk(frameworks.DATA)["train"]["input_ids"]  # arrays need torchvision in old `datasets`
-    of_rank, of_all = _expected_rows(run, len(given), recorder)
-    same = recorder.order_hash == order_hash_of(given, of_rank)
-    order_hash = order_hash_of(given, of_all) if same else recorder.order_hash
+    prepared = load_from_disk(frameworks.DATA)["train"]["input_ids"]  # arrays need torchvision in old `datasets`
+    of_rank, of_all = _expected_rows(run, len(prepared), recorder)
+    same = recorder.order_hash == order_hash_of(prepared, of_rank)
+    order_hash = order_hash_of(prepared, of_all) if same else recorder.order_hash
     facts = run.facts.get("dataset", {}) | {"order_hash": order_hash}
     run.write_facts(dataset=facts, padding=padding_of(recorder.shapes))
     if not same:
@@ -181,9 +181,9 @@ def _expected_rows(run: TrainingRun, count: int, recorder: Recorder) -> tuple[It
     return of_rank, [row for rows in batches for each in rows for row in each]
 
 
-def order_hash_of(given: Any, rows: Iterable[int]) -> str:
+def order_hash_of(prepared: Any, rows: Iterable[int]) -> str:
     """Return the SHA-256 of the tokens in `given[row % len(given)]`, for each number `row` of `rows`."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(np.asarray(given[row % len(given)], dtype=np.int64).tobytes())
+        digest.update(np.asarray(prepared[row % len(prepared)], dtype=np.int64).tobytes())
     return digest.hexdigest()

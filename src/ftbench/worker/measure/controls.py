@@ -146,7 +146,7 @@ def _one_sample(batch: dict[str, Any]) -> None:
 
 
 def _mean_of_means(loop: Any) -> int:
-    """Divide the loss of each micro-batch by its own number of label tokens, not by the label tokens of the step."""
+    """Divide the loss of each micro-batch by the label tokens of this micro-batch, not by those of the step."""
     gather = loop.get_batch_samples
     loop.get_batch_samples = lambda *args, **kwargs: (gather(*args, **kwargs)[0], None)
     return 1

@@ -34,7 +34,7 @@ _IN_FLIGHT = 16384  # limit for steps with unfinished copies to the host; the th
 
 @dataclass(slots=True)
 class _Pending:
-    """A finished step that is not yet in the file: its row, device events, and values on the way to the host."""
+    """A finished step that is not yet in the file: its row, device events, and values that are copied to the host."""
 
     row: StepRow
     marks: tuple[Any, Any, Any, Any] | None = None  # end of the previous step, begin, optimizer, end

@@ -51,14 +51,14 @@ def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
     method: Any = spec.method
     if reads_images(model.config):
         return _targets_by_part(model, method)
-    given = method.targets if isinstance(method.targets, str) else list(method.targets)
-    config = LoraConfig(target_modules=given)
+    targets = method.targets if isinstance(method.targets, str) else list(method.targets)
+    config = LoraConfig(target_modules=targets)
     conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
     if not config.target_parameters:
-        return given
+        return targets
     if not config.target_modules and not method.experts:
         raise SpecError(
-            f"method.targets: {', '.join(given)} are not linear layers: set method.experts to on (only for fused "
+            f"method.targets: {', '.join(targets)} are not linear layers: set method.experts to on (only for fused "
             "experts), or use other targets"
         )
     return sorted(config.target_modules)

@@ -12,8 +12,8 @@ VISION_MODULES = r".*\.(vision_tower|visual|multi_modal_projector)\."  # modules
 Part = Literal["language", "vision", "projector"]
 
 
-class Elsewhere(torch.nn.Module):
-    """Placeholder for a layer, embedding, norm or head that a different rank has. Returns its input."""
+class Placeholder(torch.nn.Module):
+    """Placeholder for a layer, embedding, norm or head of another rank. Its forward pass returns the input."""
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden
@@ -51,7 +51,7 @@ def plain_tensors(value: Any) -> list[Any]:
 
 def decoder_layers(model: Any) -> list[Any]:
     """Return the decoder layers that this rank has, in order."""
-    return [layer for layer in decoder(model).layers if not isinstance(layer, Elsewhere)]
+    return [layer for layer in decoder(model).layers if not isinstance(layer, Placeholder)]
 
 
 def unwrapped(layer: Any) -> Any:

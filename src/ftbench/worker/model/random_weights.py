@@ -41,8 +41,8 @@ def materialise(model: Model, layout: str | None = None, weights: bool = True) -
     """Return the directory with the random weights. Create it if it does not exist.
 
     With `layout="mxfp4"`, the experts of gpt-oss have the published format. With `layout="nf4"`, linear layers are
-    quantised. Without `weights`, write only configuration and tokenizer. `fill` or `Drawn` creates the weights later.
-    Raise MissingError if the cache cannot be written.
+    quantised. Without `weights`, write only configuration and tokenizer: `fill` or `RandomStateDict` creates the
+    weights later. Raise MissingError if the cache cannot be written.
     """
     config = configuration(model)
     special = [*([layout] if layout else []), *([] if weights else ["no weights"])]
@@ -129,7 +129,7 @@ def deviation(config: Any) -> float:
     return float(getattr(config.get_text_config(), "initializer_range", 0.02))
 
 
-class Drawn(Mapping[str, torch.Tensor]):
+class RandomStateDict(Mapping[str, torch.Tensor]):
     """State dict that creates random weights when they are read, 4 GB at a time. Adapters are read from `state`.
     Weights of large models are created on the GPU. The same seed gives different values on a GPU and a CPU."""
 

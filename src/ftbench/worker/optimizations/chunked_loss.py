@@ -83,9 +83,9 @@ def _on_device(parameter: Any) -> Any:
 def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return softmax(logits) (labels, vocabulary) in the dtype of `logits`, and the log probability of each target
     (labels, 1) in float32. Both are 0 for a negative target. Such a target affects neither loss nor gradients."""
-    logarithms, there = torch.log_softmax(logits.float(), -1), targets[:, None] >= 0
-    of_targets = torch.where(there, logarithms.gather(1, targets.clamp(min=0)[:, None]), 0.0)
-    return torch.where(there, logarithms.exp(), 0.0).to(logits.dtype), of_targets
+    logarithms, has_target = torch.log_softmax(logits.float(), -1), targets[:, None] >= 0
+    of_targets = torch.where(has_target, logarithms.gather(1, targets.clamp(min=0)[:, None]), 0.0)
+    return torch.where(has_target, logarithms.exp(), 0.0).to(logits.dtype), of_targets
 
 
 class _Loss(torch.autograd.Function):

@@ -80,10 +80,10 @@ class GraphedStep:
             _average([gradient for _, gradient in self._gradients])
         return self._loss.clone()
 
-    def _record(self, train: Callable[..., Any], model: Any, given: dict[str, Any]) -> None:
+    def _record(self, train: Callable[..., Any], model: Any, first_batch: dict[str, Any]) -> None:
         device = next(model.parameters()).device
         self._batch = {name: value.to(device, copy=True) if torch.is_tensor(value) else value
-                       for name, value in given.items()}  # fmt: skip
+                       for name, value in first_batch.items()}  # fmt: skip
         batch = {name: value for name, value in self._batch.items() if name != _TOKENS}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -109,16 +109,16 @@ class GraphedStep:
         self._gradients = [pair for pair in zip(trained, gradients, strict=True) if pair[1] is not None]
         self._graph = graph
 
-    def _fill(self, given: dict[str, Any]) -> None:
+    def _fill(self, batch: dict[str, Any]) -> None:
         """Copy a batch into the tensors of the recorded batch. Raise SpecError if the shapes differ."""
-        shapes, recorded = _shapes(given), _shapes(self._batch)
+        shapes, recorded = _shapes(batch), _shapes(self._batch)
         if shapes != recorded:
             name = next(name for name in {**recorded, **shapes} if shapes.get(name) != recorded.get(name))
             raise SpecError(
                 f"optimizations.cuda_graph replays one batch shape, but {name} changed from {recorded.get(name)} to "
                 f"{shapes.get(name)}: set optimizations.cuda_graph to off"
             )
-        for name, value in given.items():
+        for name, value in batch.items():
             if torch.is_tensor(value):
                 self._batch[name].copy_(value, non_blocking=True)
 
@@ -128,7 +128,7 @@ def _average(gradients: list[torch.Tensor]) -> None:
     flat = torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size()
     dist.all_reduce(flat)
     means = flat.split([gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(gradients, [mean.view_as(own) for mean, own in zip(means, gradients, strict=True)])
+    torch._foreach_copy_(gradients, [mean.view_as(gradient) for mean, gradient in zip(means, gradients, strict=True)])
 
 
 def _shapes(batch: dict[str, Any]) -> dict[str, Any]:

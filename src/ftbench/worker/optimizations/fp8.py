@@ -155,15 +155,15 @@ def _keep_maxima(model: Any) -> None:
 
     small = [module for module in model.modules() if type(module) is Fp8Linear]
     maxima = Maxima(len(small), small[0].weight.device)
-    for layer, own in zip(small, maxima.values, strict=True):
-        layer.maxima = own
+    for layer, layer_maxima in zip(small, maxima.values, strict=True):
+        layer.maxima = layer_maxima
     base_model(model).register_forward_pre_hook(maxima.next_pass)
     base_model(model).register_forward_hook(maxima.end_pass)
 
 
 def _replace(model: Any, name: str, module: torch.nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, module)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:

@@ -102,8 +102,8 @@ class AugmentedGroup(AdapterGroup):
         return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
-        made = self.product(x.reshape(-1, self.width))
-        *parts, _ = made.view(*x.shape[:-1], -1).split([*self.sizes, self.columns], -1)
+        outputs = self.product(x.reshape(-1, self.width))
+        *parts, _ = outputs.view(*x.shape[:-1], -1).split([*self.sizes, self.columns], -1)
         biases = [layer.get_base_layer().bias for layer in self.layers]
         return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
 
@@ -135,8 +135,8 @@ class AdaptersOnlyGroup(AdapterGroup):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layers' outputs side by side, (tokens, sum of output widths), for x: (tokens, width)."""
-        made: torch.Tensor = AdaptedProduct.apply(x.to(self.a.dtype), *self.operands())
-        return made
+        outputs: torch.Tensor = AdaptedProduct.apply(x.to(self.a.dtype), *self.operands())
+        return outputs
 
     def operands(self) -> tuple[Any, ...]:
         """Return the arguments of `AdaptedProduct` after x."""
@@ -148,8 +148,8 @@ class AdaptersOnlyGroup(AdapterGroup):
         if max(len(self.a), len(down.a)) > MOST:
             return None
         first = self.operands()
-        made: torch.Tensor = GatedMlp.apply(x.to(self.a.dtype), len(first), *first, *down.operands())
-        return made
+        outputs: torch.Tensor = GatedMlp.apply(x.to(self.a.dtype), len(first), *first, *down.operands())
+        return outputs
 
     def is_on(self) -> bool:
         return self.joined[0] is not None and super().is_on()
@@ -162,9 +162,8 @@ class AdaptersOnlyGroup(AdapterGroup):
         rows = x.reshape(-1, self.width).to(a.dtype)
         added = AdaptersOnly.apply(rows, a, b, self.sizes, self.scales, *self.adapters())
         (joined,) = self.joined
-        alone = [] if joined else [layer.get_base_layer()(x) for layer in self.layers]
-        made = joined(x).split(self.sizes, -1) if joined else alone
-        pairs = zip(made, added, strict=True)  # the sum has the dtype of the base layer, as in peft
+        outputs = joined(x).split(self.sizes, -1) if joined else [layer.get_base_layer()(x) for layer in self.layers]
+        pairs = zip(outputs, added, strict=True)  # the sum has the dtype of the base layer, as in peft
         return [(base + part.view(*x.shape[:-1], -1)).to(base.dtype) for base, part in pairs]
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:

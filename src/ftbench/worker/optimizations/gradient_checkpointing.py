@@ -68,14 +68,14 @@ def _is_on(module: Any) -> bool:
     )
 
 
-def asked_for(spec: Experiment) -> bool | str:
+def requested(spec: Experiment) -> bool | str:
     """Return the requested gradient checkpointing, from `optimizations` or from the option of the method unsloth."""
     own = getattr(spec.method, "use_gradient_checkpointing", "off")
     return spec.optimizations.gradient_checkpointing or own != "off"
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    setting, doing, layers = asked_for(spec), share(model), len(decoder_layers(model))
+    setting, doing, layers = requested(spec), share(model), len(decoder_layers(model))
     if spec.method.name == "unsloth":  # unsloth marks the model, not its layers
         doing = float(any(_is_on(module) for module in model.modules()))
     wanted = -(-layers // 2) / layers if setting == "selective" else float(bool(setting))

@@ -3,7 +3,7 @@
 
 loading(spec, config): return the arguments of from_pretrained that shard the weights while loading
 arguments(spec): return arguments for the trainer
-prepare(made): make changes after the trainer's arguments `made` are created
+prepare(config): make changes after the trainer's arguments `config` are created
 attach(trainer, spec): make changes after the trainer is created
 reads(spec): return whether this rank reads the weights from files
 read(kind, source, config, spec, arguments): load and return the model, instead of from_pretrained

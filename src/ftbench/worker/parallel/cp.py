@@ -44,15 +44,15 @@ def arguments(spec: Experiment) -> dict[str, Any]:
     return fsdp.arguments(spec) | {"parallelism_config": ParallelismConfig(cp_size=spec.launch.ranks)}
 
 
-def prepare(made: Any) -> None:
+def prepare(config: Any) -> None:
     """Count the calls of ring attention, and make ring attention work in 32 bits and on a CPU. Its 32-bit kernels do
     not support grouped-query attention, so keys and values are repeated. torch's ring supports only GPU kernels, so on
     a CPU add torch's CPU attention. `fsdp.prepare` makes accelerate shard the model on a CPU."""
-    fsdp.prepare(made)
+    fsdp.prepare(config)
     grouped = sdpa_attention.use_gqa_in_sdpa
     sdpa_attention.use_gqa_in_sdpa = lambda mask, key, value: key.itemsize < 4 and grouped(mask, key, value)
     ring._templated_ring_attention = _counted(ring._templated_ring_attention)
-    if made.device.type == "cpu":
+    if config.device.type == "cpu":
         ring.custom_ops |= {_ON_CPU: _attend, _BACKWARD_ON_CPU: _attend_backward}
 
 

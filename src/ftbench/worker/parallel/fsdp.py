@@ -24,7 +24,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker import parallel
 from ftbench.worker.model.loading import trains_in_32_bits
 from ftbench.worker.model.parts import base_model, decoder, decoder_layers, unwrapped
-from ftbench.worker.model.random_weights import Drawn
+from ftbench.worker.model.random_weights import RandomStateDict
 from ftbench.worker.parallel import ep
 
 applied = ep.applied
@@ -42,7 +42,7 @@ def attach(trainer: Any, spec: Experiment) -> None:
     if spec.model.weights == "random" and not reads(spec):
         distribute = fsdp_utils.fsdp2_load_full_state_dict
         fsdp_utils.fsdp2_load_full_state_dict = lambda accelerator, model, state, **more: distribute(
-            accelerator, model, Drawn(state, spec.model), **more
+            accelerator, model, RandomStateDict(state, spec.model), **more
         )
 
 
@@ -86,9 +86,9 @@ def correct_plugin(trainer: Any, spec: Experiment) -> None:
 def _set_layer_classes(trainer: Any) -> None:
     """Make accelerate shard only layer classes that the model has. For CLIP, transformers also lists classes of a text
     model that is missing here, and accelerate would fail."""
-    there = {type(module).__name__ for module in trainer.model.modules()}
+    classes = {type(module).__name__ for module in trainer.model.modules()}
     plugin = trainer.accelerator.state.fsdp_plugin
-    plugin.transformer_cls_names_to_wrap = sorted(there.intersection(trainer.model._no_split_modules or ()))
+    plugin.transformer_cls_names_to_wrap = sorted(classes.intersection(trainer.model._no_split_modules or ()))
 
 
 def _shard_head_with_norm(trainer: Any) -> None:
@@ -137,9 +137,9 @@ def arguments(spec: Experiment) -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": config, "gradient_checkpointing": False}
 
 
-def prepare(made: Any) -> None:
+def prepare(config: Any) -> None:
     """Make accelerate use FSDP2 on a CPU. By default, accelerate silently uses DDP on a CPU."""
-    if made.device.type == "cpu":
+    if config.device.type == "cpu":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 

@@ -25,8 +25,8 @@ from ftbench.worker import parallel
 from ftbench.worker.device import device
 from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.model.loading import skeleton
-from ftbench.worker.model.parts import Elsewhere, base_model, decoder, decoder_layers
-from ftbench.worker.model.random_weights import Drawn
+from ftbench.worker.model.parts import Placeholder, base_model, decoder, decoder_layers
+from ftbench.worker.model.random_weights import RandomStateDict
 from ftbench.worker.parallel import ep, tp
 from ftbench.worker.parallel.ddp import different_copies
 from ftbench.worker.parallel.stages import KEY, Pipeline
@@ -80,7 +80,7 @@ def read(kind: Any, source: str, config: Any, spec: Experiment, arguments: dict[
     if spec.method.quantised:
         _as_quantised(inner.layers, layers[0])
     if not reads(spec):
-        values = Drawn(model.state_dict(), spec.model)
+        values = RandomStateDict(model.state_dict(), spec.model)
         target = torch.device("cpu") if "fsdp" in spec.launch.strategy else device()
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
@@ -102,21 +102,21 @@ def _pretrained(kind: Any, source: str, config: Any, layers: list[int], argument
     """Load the model from files, without reading the layers of other ranks. The constructor of a subclass removes
     these layers before from_pretrained loads the weights. After loading, they are added again, without values."""
     plain = kind._model_mapping[type(config)]
-    away: dict[str, Any] = {}
+    removed: dict[str, Any] = {}
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         plain.__init__(self, *args, **kwargs)
-        there = decoder(self).layers._modules
-        away.update({name: there.pop(name) for name in [*there] if int(name) not in layers})
+        modules = decoder(self).layers._modules
+        removed.update({name: modules.pop(name) for name in [*modules] if int(name) not in layers})
 
     cut_class: Any = type(plain.__name__, (plain,), {"__init__": build, "__module__": plain.__module__})
     cut_class._keys_to_ignore_on_load_unexpected = [r"\.layers\.\d+\."]
     model = cut_class.from_pretrained(source, **arguments)
     model.__class__ = plain
-    there = decoder(model).layers._modules
-    every = {**there, **away}
-    there.clear()
-    there.update({str(at): every[str(at)] for at in range(len(every))})
+    modules = decoder(model).layers._modules
+    all_layers = {**modules, **removed}
+    modules.clear()
+    modules.update({str(at): all_layers[str(at)] for at in range(len(all_layers))})
     return model
 
 
@@ -141,10 +141,10 @@ def _forget(model: Any, modules: list[Any]) -> None:
                 module._parameters[name] = moved[id(parameter)]
 
 
-def _as_quantised(layers: Any, own: int) -> None:
-    """Give the layers of other ranks 4-bit parameters without values, like those of layer `own`, which this rank has.
+def _as_quantised(layers: Any, own_layer: int) -> None:
+    """Give the layers of other ranks 4-bit parameters without values, like those of this rank's layer `own_layer`.
     bitsandbytes converts only loaded weights."""
-    for name, example in layers[own].named_parameters():
+    for name, example in layers[own_layer].named_parameters():
         for layer in layers:
             path, _, last = name.rpartition(".")
             if (parameters := layer.get_submodule(path)._parameters)[last].is_meta:
@@ -166,12 +166,12 @@ def cut(model: Any, spec: Experiment) -> Any:
     dtype = torch.bfloat16 if narrow else inner.embed_tokens.weight.dtype
     for at in range(len(inner.layers)):
         if at not in layers:
-            inner.layers._modules[str(at)] = Elsewhere()
+            inner.layers._modules[str(at)] = Placeholder()
     if not first:
-        inner.embed_tokens = Elsewhere()
+        inner.embed_tokens = Placeholder()
     if not last:
-        inner.norm = Elsewhere()
-        base.set_output_embeddings(Elsewhere())
+        inner.norm = Placeholder()
+        base.set_output_embeddings(Placeholder())
     base.config.tie_word_embeddings = tied
     base._tp_size = spec.launch.tp and spec.launch.ranks // spec.launch.data_parallel_size  # ranks with the same batch
     model.__dict__[KEY] = Pipeline(model, spec, split, mesh_of(spec), dtype)  # not as a submodule
@@ -239,14 +239,14 @@ def _save(trainer: Any, folder: str) -> None:
     """Gather the trained weights of all stages on rank 0 and save them as one model."""
     stages: Pipeline = Pipeline.of(trainer.model)
     stages.shard()
-    named = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
-    own = {name: each.detach() for name, each in named.items() if each is not stages.copy}
-    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in own.items()}
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    distinct = {name: p.detach() for name, p in trained.items() if p is not stages.copy}
+    full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in distinct.items()}
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     has_share = stages.mesh["dp"].get_local_rank() == stages.mesh["tp"].get_local_rank() == 0
-    dist.gather_object({name: each.cpu() for name, each in whole.items()} if has_share else {}, gathered)
+    dist.gather_object({name: p.cpu() for name, p in full.items()} if has_share else {}, gathered)
     if gathered is not None:
-        state = {name: each for part in gathered for name, each in part.items()}
+        state = {name: p for part in gathered for name, p in part.items()}
         model, trainer.model = trainer.model, parallel.complete(trainer.model)
         trainer._save(folder, state_dict=state)
         trainer.model = model

@@ -20,7 +20,7 @@ from ftbench.core import pipeline
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.device import device
 from ftbench.worker.measure.meters import meters
-from ftbench.worker.model.parts import Elsewhere, base_model, decoder
+from ftbench.worker.model.parts import Placeholder, base_model, decoder
 
 _SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -46,8 +46,8 @@ class Layers(nn.Module):
         head = [inner.norm, base.get_output_embeddings()] if self.last else []
         own = [layer for at, layer in enumerate(inner.layers) if at in layers]
         self.parts = nn.ModuleList([*([inner.embed_tokens] if self.first else []), *own, *head])
-        view = nn.ModuleList(layer if at in layers else Elsewhere() for at, layer in enumerate(inner.layers))
-        self._model = (base, inner, {"layers": view, "norm": inner.norm if self.last else Elsewhere()})
+        view = nn.ModuleList(layer if at in layers else Placeholder() for at, layer in enumerate(inner.layers))
+        self._model = (base, inner, {"layers": view, "norm": inner.norm if self.last else Placeholder()})
         self.batches: Sequence[Batch] = ()
         self.items: Any = None
         self.passed = 0
@@ -74,8 +74,8 @@ class Layers(nn.Module):
     def _computed(self, base: Any, inner: Any, batch: Batch, labels: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device().type, self.autocast) if self.autocast else nullcontext():
             if self.last:
-                made = base(**batch, labels=labels, num_items_in_batch=self.items, use_cache=False)
-                return made.loss.reshape(1)
+                output = base(**batch, labels=labels, num_items_in_batch=self.items, use_cache=False)
+                return output.loss.reshape(1)
             return inner(**batch, use_cache=False).last_hidden_state
 
 
@@ -211,9 +211,9 @@ class Pipeline:
             marks: list[Any] = []
             stages = [self._stage(*pair, shape, marks) for pair in zip(self.indices, self.modules, strict=True)]
             kind = _SCHEDULES[self.launch.schedule]
-            given: Any = stages[0] if pipeline.parts(self.launch.schedule) == 1 else stages
-            made = kind(given, self.launch.micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)
-            self._made = shape, (made, marks)
+            local: Any = stages[0] if pipeline.parts(self.launch.schedule) == 1 else stages
+            schedule = kind(local, self.launch.micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)
+            self._made = shape, (schedule, marks)
         return self._made[1]
 
     def _stage(self, index: int, module: nn.Module, shape: Sequence[int], marks: list[Any]) -> Stage:
@@ -247,17 +247,17 @@ class Pipeline:
 
     def _ends(self) -> Any:
         """Return the group of the first and last rank of this rank's pipeline. All ranks must call this together."""
-        made = None
+        group = None
         for line in self.mesh.mesh.transpose(1, 2).reshape(-1, self.mesh.mesh.shape[1]).tolist():
             ends = dist.new_group([line[0], line[-1]])
-            made = ends if dist.get_rank() in (line[0], line[-1]) else made
-        return made
+            group = ends if dist.get_rank() in (line[0], line[-1]) else group
+        return group
 
     def _tied_weight(self) -> Any:
         """Return the tied weight of embedding and head on the first and last stage. Return None on other stages."""
         ends = [layers for layers in self.layers if layers.first or layers.last]
-        there = ends and self.config.tie_word_embeddings
-        return (ends[0].parts[0] if ends[0].first else ends[0].parts[-1]).weight if there else None
+        is_tied = ends and self.config.tie_word_embeddings
+        return (ends[0].parts[0] if ends[0].first else ends[0].parts[-1]).weight if is_tied else None
 
     def finish_gradients(self) -> None:
         """Sum the gradients of weights that several ranks share. Call this after the last backward pass of a step."""

@@ -49,10 +49,10 @@ def arguments(spec: Experiment) -> dict[str, Any]:
     return values
 
 
-def prepare(made: Any) -> None:
+def prepare(config: Any) -> None:
     """Make accelerate shard on a CPU too. Also turn off its conversion of unsharded weights to DTensors, because the
     conversion needs a class that newer versions of transformers do not have."""
-    fsdp.prepare(made)
+    fsdp.prepare(config)
     Accelerator._prepare_tp = lambda self, *objects: objects
 
 

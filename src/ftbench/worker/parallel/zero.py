@@ -41,7 +41,7 @@ def arguments(spec: Experiment) -> dict[str, Any]:
     return {"deepspeed": config | precision | dict.fromkeys(_FILLED_IN, "auto")}
 
 
-def prepare(made: Any) -> None:
+def prepare(config: Any) -> None:
     """Make DeepSpeed use gloo on a CPU, because its own shared-memory communication needs a compiler."""
     from deepspeed import ops
 
