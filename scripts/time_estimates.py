@@ -94,7 +94,7 @@ def shipped_terms() -> dict[str, Term]:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A run with its work in seconds at the GPU's ceilings."""
+    """A run, with the seconds that each kind of its work takes at the GPU's peak rates."""
 
     run: TimedRun
     ideal: StepWork

@@ -191,7 +191,7 @@ def test_unsloths_best_setting_ran_to_its_end(tmp_path):
     page, cell = runpy.run_path(str(ROOT / "scripts/studies/unsloth-best")), TEXT["CELLS"][0]
     run = make_run(tmp_path, "oom", steps(9), state=OOM)
     shutil.copytree(run.path, tmp_path / cell.name / "oom")
-    assert page["found"](study.Study(tmp_path, 0), cell) == {}
+    assert page["result_of"](study.Study(tmp_path, 0), cell) == {}
 
 
 def notes_of(page: str) -> str:
@@ -304,7 +304,7 @@ def test_a_refused_second_run_is_not_reported_as_the_first_one(tmp_path, monkeyp
 def test_verdicts_of_a_card_are_published_in_its_folder(tmp_path, monkeypatch):
     main, used = runpy.run_path(str(ROOT / "scripts/studies/parity"))["main"], []
     monkeypatch.setattr(study.machine, "gpu", lambda: {"name": "NVIDIA H200"})
-    monkeypatch.setitem(main.__globals__, "learned", lambda *_: 0)
+    monkeypatch.setitem(main.__globals__, "train_base", lambda *_: 0)
     monkeypatch.setitem(main.__globals__, "judge", lambda _, options, end: used.append(options.results) or 0)
     monkeypatch.setattr("sys.argv", ["parity", str(tmp_path), "--groups", "fastest"])
     assert main() == 0

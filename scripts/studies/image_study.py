@@ -39,7 +39,7 @@ def _workload(cell: Cell) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A cell that is the best one from this number of images on. `steps` is this number in steps of the cell."""
+    """The fastest cell for trainings of at least `images` images. `steps` is the same number in steps of this cell."""
 
     cell: Cell
     images: float

@@ -62,7 +62,7 @@ class Study:
     def __init__(self, out: Path, minutes: float, tiny: bool = False, jobs: int = 1) -> None:
         self.out, self.end, self.tiny, self.jobs = out.resolve(), time.monotonic() + 60 * minutes, tiny, jobs
         self.lock, self.under_way_s, self.last_round = threading.Lock(), 0.0, float("inf")
-        self.free_at = time.monotonic() + (IMPORT_S if jobs > 1 else 0)  # when the GPU is expected to be free
+        self.free_at = time.monotonic() + (IMPORT_S if jobs > 1 else 0)  # expected time at which the GPU becomes free
         self.env = os.environ | {"HF_HUB_OFFLINE": "1"}
         self.env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
         if "FTBENCH_CACHE" not in os.environ and MEMORY.parent.is_dir() and not tiny:
@@ -177,7 +177,7 @@ def keep(source: Path, target: Path, own: str = "") -> None:
             kept = target / path.relative_to(source)
             state, published = (read_json(each.parent / "state.json").get("state") for each in (path, kept))
             if published == "ok" and state not in ("ok", "oom"):
-                continue  # a run that was stopped replaces no result
+                continue  # a stopped run must not replace a result
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(path.read_text("utf-8").replace(own or f"{source}/", "").replace(f"{ROOT}/", ""), "utf-8")
 
@@ -194,7 +194,7 @@ def commits_and_cards(places: Sequence[str]) -> str:
 
 
 def predictions(name: str, cells: list[Cell], results: Path) -> dict[str, dict]:
-    """Return what the last estimate before each cell's run expected (results/predictions/NAME*.json), by cell name."""
+    """Return the last prediction made before each cell's run (results/predictions/NAME*.json), by cell name."""
     files, found = [read_json(file) for file in (ROOT / "results/predictions").glob(f"{name}*.json")], {}
     for file in sorted(files, key=lambda file: file.get("written", "")):
         for cell in cells:

@@ -32,10 +32,10 @@ def rows(folder: Folder) -> list[dict[str, str]]:
 
 def test_kills_lose_and_repeat_no_finished_run(tmp_path, monkeypatch):
     """The script checks the runs after each kill. At the end the tables equal those of an undisturbed sweep."""
-    monkeypatch.setitem(KILLS["Victim"].settle.__globals__, "WITHIN_S", LIMIT_S)
-    victim = KILLS["Victim"](tmp_path, "mock", {})
-    victim.victims, victim.pause_s = ("ftbench", "descendant", "ftbench and descendant"), 0.5
-    KILLS["torment"](victim, 2, random.Random(9))
+    monkeypatch.setitem(KILLS["Target"].wait_until_ended.__globals__, "WITHIN_S", LIMIT_S)
+    victim = KILLS["Target"](tmp_path, "mock", {})
+    victim.kinds_to_kill, victim.pause_s = ("ftbench", "descendant", "ftbench and descendant"), 0.5
+    KILLS["kill_repeatedly"](victim, 2, random.Random(9))
     states = victim.finish()
     assert states == dict.fromkeys(["ok", "oom"], victim.seeds)
     calm = sweep(victim.spec, tmp_path / "calm", victim.axis)
