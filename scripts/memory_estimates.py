@@ -115,10 +115,7 @@ def read(paths: Iterable[Path]) -> list[Measured]:
 
 
 def measured(run: RunDir) -> Measured | None:
-    """Return one run, or None if its memory cannot be compared with today's estimate.
-
-    It is None for runs without a GPU, failed runs, unknown models, and specs whose estimate is only rough.
-    """
+    """Return one run, or None for a run without a GPU, a failed run, an unknown model, or a rough estimate."""
     summary = read_json(run.summary)
     state, gpu = summary.get("state"), first_gpu(read_json(run.machine))
     if state not in ("ok", "oom") or not gpu.get("memory_gb"):
@@ -246,13 +243,16 @@ def _confirmed(runs: Sequence[Measured], fitted: Constants) -> tuple[str, ...]:
 
 
 def _slack(slack: Sequence[tuple[SlackBasis, float]]) -> dict[str, float]:
-    """Return each share of the unused part of the pool: unused GiB / GiB of its tensors, summed over the runs."""
+    """Return each share of the unused part of the pool: unused GiB / GiB of its tensors, summed over the runs.
+
+    Logits are small, and some of these runs have unused blocks for other reasons. So their share is the median."""
     fitted: dict[str, float] = {}
     for name, others in EXCLUDED.items():
         seen = [(max(0.0, size - fitted.get("logits_share", 0.0) * basis["logits_share"]), basis[name])
                 for basis, size in slack if basis[name] and not any(basis[other] for other in others)]  # fmt: skip
-        sizes, parts = map(sum, zip(*seen, strict=True)) if len(seen) >= FEWEST else (getattr(constants(), name), 1)
-        fitted[name] = sizes / parts
+        sizes, parts = zip(*seen, strict=True) if len(seen) >= FEWEST else ([getattr(constants(), name)], [1])
+        typical = median(size / part for size, part in zip(sizes, parts, strict=True))
+        fitted[name] = typical if name == "logits_share" else sum(sizes) / sum(parts)
     return fitted
 
 
@@ -295,10 +295,8 @@ def table(found: Sequence[RunErrors]) -> str:
         on = ", ".join(optimizations_on(spec.optimizations.model_dump(mode="json")))
         shape = f"{batch.expected.rows} x {batch.expected.length}" if batch else ""
         errors = " | ".join(change(row.errors.get(tier)) for tier in TIERS)
-        lines.append(
-            f"| {row.run.name} | {spec.model.id} | {spec.method.name} | {shape} | {on} | "
-            f"{row.run.allocated:.2f} | {errors} |"
-        )
+        settings = f"{spec.model.id} | {spec.method.name} | {shape} | {on}"
+        lines.append(f"| {row.run.name} | {settings} | {row.run.allocated:.2f} | {errors} |")
     return "\n".join(lines)
 
 
@@ -335,9 +333,9 @@ really had. The constants of `src/ftbench/facts/estimator.yaml` were fitted to t
 out". The terms that were not fitted count the tensors that autograd saves or, with compiled layers, the tensors that
 AOTAutograd's partitioner saves. The terms of unsloth and Liger come from the source code of these libraries and were
 checked with the runs on this page. The checkpointing of unsloth needs up to 0.6 GiB (2 to 6 %) more than its source
-code explains. The runs in `results/h200/grid` (`scripts/studies/grid`) were estimated before the runs were made. Three
+code explains. The runs in `results/h200/grid` (`scripts/studies/grid`) were estimated before the runs were made. Four
 terms were corrected after a comparison with fitted runs: 8-bit optimizer states of embeddings, activations in host
-memory, and the logits of small batches (`results/h200/launch-bound`).
+memory, the logits of small batches (`results/h200/launch-bound`), and the gradients of a trained LM head.
 
 This page excludes {some(len(older), "older run")}: {", ".join(older)}. In these runs, the chunked loss computed
 the logits twice (`chunked (ftbench)` in applied.json). The current chunked loss computes the logits once. Another older

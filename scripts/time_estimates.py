@@ -41,6 +41,7 @@ from ftbench.facts import read_facts  # noqa: E402
 TEXT_STUDY, STORES = sorted(ROOT.glob("results/*/founding-text*")), [*RUNS, ROOT / "results/h100/records"]
 PAGE, FACTS = ROOT / "docs/evidence/time-estimates.md", ROOT / "src/ftbench/facts/durations.yaml"
 NOISE = 0.05  # spread of the log of a run's step time around a perfect model
+HUBER = 2.0  # errors above this multiple of NOISE count less
 DOUBT = 0.35  # spread of the log of a coefficient around its prior
 ROUNDS = 12
 LEAST_MODELS = 3
@@ -72,7 +73,7 @@ FACTS_HEAD = """\
 # written by hand. Some priors were chosen after looking at these runs. `gpus` are the GPUs with runs of at least three
 # models: estimates for other GPUs have a wider range. `runs` counts the runs in which the term takes at least 5 % of a
 # step. `error` is the error if each step is estimated without its own runs. `spread` is the factor
-# around an estimate that contains 90 % of the runs of unseen models, if the GPU or the host limits the speed.
+# around an estimate that contains 90 % of the steps of unseen models, if the GPU or the host limits the speed.
 """
 
 
@@ -182,9 +183,11 @@ def text_study(coefficients: Mapping[str, float]) -> tuple[list[LeftOut], list[L
 
 
 def spreads(rows: Sequence[LeftOut]) -> dict[str, float]:
-    """Return bound → factor. The range from estimate / factor to estimate x factor contains 90 % of the runs."""
-    missed = grouped_by(rows, lambda row: row.bound)
-    return {bound: math.exp(quantile([abs(math.log1p(row.error)) for row in each])) for bound, each in missed.items()}
+    """Return bound → factor. The range from estimate / factor to estimate x factor contains 90 % of the steps."""
+    missed = grouped_by(rows, lambda row: (row.bound, same_step(row.run))).items()
+    by_bound = grouped_by(missed, lambda item: item[0][0])
+    return {bound: math.exp(quantile([fmean(abs(math.log1p(row.error)) for row in rows) for _, rows in each]))
+            for bound, each in by_bound.items()}  # fmt: skip
 
 
 def coverage(rows: Sequence[LeftOut]) -> float:
@@ -206,7 +209,8 @@ def errors_of(rows: Sequence[LeftOut]) -> tuple[float, float]:
 def fit(seen: Sequence[Observation]) -> dict[str, float]:
     """Return the coefficients that are closest to both the runs and the priors, in logarithms.
 
-    This is ridge regression around the priors by Gauss-Newton. A coefficient that no run shows stays at its prior."""
+    This is ridge regression around the priors by Gauss-Newton, with Huber's weights: runs on slower hosts have large
+    errors. A coefficient that no run shows stays at its prior."""
     names, counts = list(shipped_terms()), Counter(same_step(each.run) for each in seen)
     priors = np.array([term.prior for term in shipped_terms().values()])
     weights = np.array([1 / math.sqrt(counts[same_step(each.run)]) / NOISE for each in seen])
@@ -216,8 +220,10 @@ def fit(seen: Sequence[Observation]) -> dict[str, float]:
         steps = [step(each.ideal, coefficients) for each in seen]
         seconds = np.array([each.seconds for each in steps])
         parts = np.array([[each.parts.get(name, 0.0) for name in names] for each in steps])
-        missed = np.log(seconds / measured) * weights
-        slopes = parts / seconds[:, None] * weights[:, None]  # derivatives in logarithms
+        errors = np.log(seconds / measured)
+        robust = weights * np.sqrt(np.minimum(1.0, HUBER * NOISE / np.maximum(np.abs(errors), 1e-9)))
+        missed = errors * robust
+        slopes = parts / seconds[:, None] * robust[:, None]  # derivatives in logarithms
         normal = slopes.T @ slopes + np.eye(len(names)) / DOUBT**2
         moved -= np.clip(np.linalg.solve(normal, slopes.T @ missed + moved / DOUBT**2), -0.5, 0.5)
     return dict(zip(names, (priors * np.exp(moved)).tolist(), strict=True))
@@ -238,9 +244,8 @@ def fitted(history: RunHistory) -> dict[str, Term]:
 
 def coefficient_table(terms: Mapping[str, Term]) -> str:
     lines = ["| coefficient | value | without runs | runs | why |", "|---|--:|--:|--:|---|"]
-    lines += [
-        f"| {name} | {term.value:.3g} | {term.prior:.3g} | {term.runs} | {term.why} |" for name, term in terms.items()
-    ]
+    for name, term in terms.items():
+        lines.append(f"| {name} | {term.value:.3g} | {term.prior:.3g} | {term.runs} | {term.why} |")
     return "\n".join(lines) + "\n"
 
 
@@ -266,13 +271,10 @@ def as_text(rows: Sequence[LeftOut]) -> str:
 def facts(rows: Sequence[LeftOut], ranges: Mapping[str, float], terms: Mapping[str, Term]) -> str:
     """Return facts/durations.yaml with these coefficients and ranges."""
     mean, worst = errors_of(rows)
+    by_gpu = grouped_by(rows, lambda row: row.run.gpu)
     document = {
         # GPUs with fewer models keep the wider range of GPUs without runs
-        "gpus": sorted(
-            gpu
-            for gpu, runs in grouped_by(rows, lambda row: row.run.gpu).items()
-            if len({row.run.spec.model.id for row in runs}) >= LEAST_MODELS
-        ),
+        "gpus": sorted(gpu for gpu, own in by_gpu.items() if len({same_model(row.run) for row in own}) >= LEAST_MODELS),
         "error": {"mean": round(mean, 4), "worst": round(worst, 4)},
         "spread": {bound: round(value, 3) for bound, value in ranges.items()},
         "coefficients": {name: asdict(term) for name, term in terms.items()},

@@ -148,13 +148,15 @@ def test_zero3_gathers_a_head_that_stays_and_layers(checkpointing: str, backward
 
 @pytest.mark.parametrize("name", ["h100/fsdp-32b", "h100/fsdp-14b-full", "h200/fsdp-14b-full"])
 def test_fsdp_needs_the_free_blocks_of_its_streams(name: str) -> None:
-    """On two H200, the pool of a full training was 18 GiB larger than its tensors. On two H100, it filled the card."""
+    """On two H200, the pool of a full training was 18 GiB larger than its tensors (estimated: 16). On two H100, it filled
+    the card."""
     (path,) = RESULTS.parent.glob(f"{name.replace('/', '/two-gpus/')}/*-fsdp-*")
     run = study.measured(RunDir(path))
     assert run is not None
     estimate = run.estimate(constants())
-    assert estimate.reserved.expected == pytest.approx(run.reserved, rel=0.01)
-    assert estimate.device.expected == pytest.approx(run.device, rel=0.01)
+    assert estimate.allocated.expected == pytest.approx(run.allocated, rel=0.005)
+    assert estimate.reserved.expected == pytest.approx(run.reserved, rel=0.02)
+    assert estimate.device.expected == pytest.approx(run.device, rel=0.025)
     assert estimate.verdict == "fits"
 
 
@@ -254,7 +256,7 @@ def test_committed_steps_of_several_gpus_are_within_bounds() -> None:
 def test_zero_has_a_wider_range() -> None:
     h200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
     fsdp, zero3 = (estimate_duration(shared(strategy, 2), h200).step_s for strategy in ("fsdp", "zero3"))
-    assert zero3.high / zero3.expected == pytest.approx(1.25 * fsdp.high / fsdp.expected)
+    assert zero3.high / zero3.expected == pytest.approx(1.25 * fsdp.high / fsdp.expected, rel=0.001)
 
 
 def test_zero3_runs_without_prefetching_are_not_measurements_of_todays_step(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Results are in bytes for the complete batch, unless a docstring names another un
 saved tensors of images were recorded in training steps of CLIP, Qwen2.5-VL and Qwen3-VL on fake tensors (transformers
 5.17, peft 0.21, autocast)."""
 
+from ftbench.estimate.memory.weights import fetched_head
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.families.shape import ModelShape
@@ -92,13 +93,15 @@ def transient_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> 
 
     The peak is `max(logits + cast copy of the head, head gradients) + hidden states`. The last term is one gradient or
     copy of the hidden states. ftbench's loss needs less: it frees the cast copy before it computes probabilities, and
-    only half of the head gradients exist while the logits exist."""
+    only half of the head gradients exist while the logits exist. Without a cast, each chunk is added in place, and the
+    second half exists in the backward pass, after a head of weight_offload has left the GPU."""
     hidden = plan.stream * model.hidden * batch.tokens
     chunk, cast, head = (logits(model, plan, batch), head_cast(model, plan), head_gradient(model, plan, batch))
     if plan.loss != "chunked":
         return max(chunk + cast, head) + hidden
     product = 2 * plan.compute * min(plan.chunk, batch.labels) * model.vocab
-    return max(chunk + head / 2, product + max(cast, head)) + hidden
+    later = product + max(cast, head) if cast else head - fetched_head(model, plan)
+    return max(chunk + head / 2, later) + hidden
 
 
 def pixels(vision: VisionShape, batch: BatchShape) -> float:

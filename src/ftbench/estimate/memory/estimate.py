@@ -210,7 +210,7 @@ def _tiers(
     allocated = Band(lowest * (1 - below), at_peak, highest * (1 + spread))
     basis = slack_basis(case, named)
     held = sum(getattr(known, name) * amount for name, amount in basis.items())
-    held += fetched_head(case.model, case.plan) / GIB  # the head is freed, but its block is split
+    held += (1 + case.plan.full) * fetched_head(case.model, case.plan) / GIB  # see `fetched_head`
     held += GRAPH_POOL * at_peak * case.plan.graphed
     widest = 3 if case.plan.compiled else 2  # measured: pools with compiled layers were 0.5 to 2.4 GiB larger
     left, share = _not_reused(case, named, phase, basis), known.pool_range

@@ -44,6 +44,7 @@ JOINED_SPREAD = 1.25  # additional factor for padding-free batches of unsloth (e
 # Additional factor for more than two GPUs, which were not measured. On two H200, 13 predictions with ddp, fsdp and pp
 # were wrong by at most 9 % (docs/evidence/several-gpus.md).
 SEVERAL_SPREAD = 1.15
+IMAGES_SPREAD = 4.0  # the same four images took 0.06 and 0.25 s on two machines
 ZERO_SPREAD = 1.25  # additional factor for DeepSpeed: two runs of ZeRO-3 were used to write its formulas
 EXPERTS_SPREAD = 1.2  # additional factor for a mixture of experts, if this step was not measured
 # Bytes per second at which the allocator frees its pool and allocates it again. This happens if the memory is too full
@@ -148,8 +149,8 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     limits, (slowdown, host_runs, host) = _limits(spec, gpu, history), host_slowdown(history, gpu)
     error, known = float(read_facts("durations.yaml")["spread"][host]), dict(history.coefficients)
     needed = ideal(work, replace(limits, operations=limits.operations / slowdown))
-    modelled, fast, slow = (step(needed, known | {name: known[name] * factor for name in ("host", "images")})
-                            for factor in (1.0, 1 / error, error))  # fmt: skip
+    modelled, fast, slow = (step(needed, known | {"host": known["host"] * cpu, "images": known["images"] * images})
+                            for cpu, images in ((1.0, 1.0), (1 / error, 1 / IMAGES_SPREAD), (error, IMAGES_SPREAD)))  # fmt: skip
     ranks = sharding.data * sharding.sequence  # the ranks that compute different positions
     samples, positions, real = (ranks * per_step(spec, batches, name) for name in ("samples", "positions", "real"))
     sent = traffic(spec, shape, batches)
@@ -222,7 +223,7 @@ def host_slowdown(history: RunHistory, gpu: Gpu) -> tuple[float, int, str]:
 
 def _spread(spec: Experiment, basis: str, unlike: bool, *hosts: float) -> list[float]:
     """Return two factors: the range of the time is from `expected / first` to `expected * second`. `hosts` are the
-    factors if the host is much faster or slower than expected."""
+    factors if the host is much faster or slower than expected, independent of the errors of the GPU's time."""
     if basis == MEASURED:
         return [MEASURED_SPREAD] * 2
     sharding, least = sharding_of(spec.launch), float(read_facts("durations.yaml")["spread"]["GPU"])
@@ -231,7 +232,7 @@ def _spread(spec: Experiment, basis: str, unlike: bool, *hosts: float) -> list[f
     spread *= SEVERAL_SPREAD if sharding.gpus > 2 else 1.0
     spread *= JOINED_SPREAD if concatenates(spec) and spec.train.batch_size > 1 else 1.0
     spread *= ZERO_SPREAD if sharding.states.startswith("zero") else 1.0
-    return [spread * max(least, each) for each in hosts]
+    return [spread * math.exp(math.hypot(math.log(least), math.log(each))) for each in hosts]
 
 
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape) -> float:
