@@ -229,7 +229,8 @@ def test_the_notes_on_the_image_study_count_later_compilations_and_no_waiting_fo
         return step, sum(times) - len(times) * step
 
     notes, most = notes_of("founding-images"), {}
-    ran = [cell.name for cell in STUDIES["founding-images"]["CELLS"] if cell.runs(ROOT / "results/h100/founding-images")]
+    results, cells = ROOT / "results/h100/founding-images", STUDIES["founding-images"]["CELLS"]
+    ran = [cell.name for cell in cells if cell.runs(results)]
     for name in (name for name in ran if "-compile-" in name):
         model, _, batch = name.replace("-fp8", "").partition("-compile-")
         (own, more), (base, base_more) = (steady("h100", each) for each in (name, f"{model}-bf16-{batch}"))

@@ -148,8 +148,9 @@ def test_zero3_gathers_a_head_that_stays_and_layers(checkpointing: str, backward
 
 @pytest.mark.parametrize("name", ["h100/fsdp-32b", "h100/fsdp-14b-full", "h200/fsdp-14b-full"])
 def test_fsdp_needs_the_free_blocks_of_its_streams(name: str) -> None:
-    """On two H200, the pool of a full training was 18 GiB larger than its tensors (estimated: 16). On two H100, it filled
-    the card."""
+    """On two H200, the pool of a full training was 18 GiB larger than its tensors (estimate: 16).
+
+    On two H100, it filled the card."""
     (path,) = RESULTS.parent.glob(f"{name.replace('/', '/two-gpus/')}/*-fsdp-*")
     run = study.measured(RunDir(path))
     assert run is not None
