@@ -149,9 +149,8 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     limits, (slowdown, host_runs, host) = _limits(spec, gpu, history), host_slowdown(history, gpu)
     error, known = float(read_facts("durations.yaml")["spread"][host]), dict(history.coefficients)
     needed = ideal(work, replace(limits, operations=limits.operations / slowdown))
-    speeds = ((1.0, 1.0), (1 / error, 1 / IMAGES_SPREAD), (error, IMAGES_SPREAD))
     modelled, fast, slow = (step(needed, known | {"host": known["host"] * cpu, "images": known["images"] * images})
-                            for cpu, images in speeds)  # fmt: skip
+        for cpu, images in ((1.0, 1.0), (1 / error, 1 / IMAGES_SPREAD), (error, IMAGES_SPREAD)))  # fmt: skip
     ranks = sharding.data * sharding.sequence  # the ranks that compute different positions
     samples, positions, real = (ranks * per_step(spec, batches, name) for name in ("samples", "positions", "real"))
     sent = traffic(spec, shape, batches)
