@@ -78,12 +78,28 @@ def test_answer_names_the_fastest_its_lead_and_the_smallest(tmp_path):
     assert memory == "Least memory: plain, 20.0 GiB, 0.50 times the speed of the fastest."
 
 
+def test_least_memory_is_the_least_of_all_batch_sizes(tmp_path):
+    for batch, seconds, peak in ((1, 1.0, 16.0), (4, 0.9, 40.0)):
+        make_run(tmp_path, f"a{batch}", steps(seconds=seconds, peak_memory_gb=peak), spec={"train.batch_size": batch})
+    make_run(tmp_path, "b", steps(seconds=0.5, peak_memory_gb=50.0), spec=method("full"))
+    assert "Least memory: plain at batch 1, 16.0 GiB, 0.50 times the speed of the fastest." in words(tmp_path)
+
+
 @pytest.mark.parametrize(("repeats", "word"), [(1, "likely "), (3, "")])
 def test_one_run_per_recipe_is_likely(tmp_path, repeats, word):
     for number in range(repeats):
         make_run(tmp_path, f"a{number}", steps(seed=number))
         make_run(tmp_path, f"b{number}", steps(seconds=0.5, seed=10 + number), spec=method("full"))
     assert f"The fastest recipe is {word}2.0" in words(tmp_path)
+
+
+def test_settings_are_named_before_the_length_of_the_training(tmp_path):
+    """Numbers of samples alone give the cells unique names. The dropout then would not be in the answer."""
+    for number, (dropout, samples) in enumerate([(0.0, 40), (0.1, 60), (0.1, 80)]):
+        changes = {"method.dropout": dropout, "dataset.samples": samples}
+        make_run(tmp_path, f"a{number}", steps(seconds=1 + dropout, seed=number), spec=changes)
+    assert words(tmp_path).startswith("plain (dropout 0.0) is the fastest of 2 recipes")
+    assert "the next recipe, plain (dropout 0.1)" in words(tmp_path)
 
 
 @pytest.mark.parametrize(("gpus", "cards"), [(1, "one card"), (2, "the same cards")])

@@ -146,6 +146,16 @@ def test_speeds_at_different_image_sizes_are_in_samples(tmp_path):
     assert pair.speed.direction == "higher"
 
 
+def test_speeds_of_models_with_images_are_in_samples(tmp_path):
+    """The second model has a tenth of the tokens per image, and trains twice as many samples per second."""
+    make_run(tmp_path, "a", steps(seconds=1.0, images=4, tiles=4))
+    make_run(tmp_path, "b", steps(seconds=0.5, images=4, tiles=4, real_tokens=819),
+             spec={"model.id": "Qwen/Qwen3-VL-8B-Instruct"}, applied={"dataset.tokens.mean": 204.8})  # fmt: skip
+    (pair,) = compared(tmp_path, "model", "Qwen/Qwen3-8B").pairs
+    assert pair.speed.value == pytest.approx(2, rel=0.01)
+    assert pair.speed.direction == "higher"
+
+
 # --- repeats ---------------------------------------------------------------------------------------------------------
 
 

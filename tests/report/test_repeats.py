@@ -75,8 +75,10 @@ def test_merged_row_has_the_mean_of_each_rate(tmp_path):
         rows = steps(seconds=seconds, noise=0, images=4, tiles=4, generated_tokens=8, generation_s=seconds)
         make_run(tmp_path, name, rows)
     (row,) = json.loads(report(Request([tmp_path], "json", repeats="merge")).text)["runs"]
-    figures = {"tokens_per_s.real": 4096, "images_per_s.images": 2, "tokens_per_s.generated": 4}
+    figures = {"tokens_per_s.real": 4096, "tokens_per_s.padded": 4096, "images_per_s.images": 2,
+               "tokens_per_s.generated": 4, "step_time_s.p90": 2}  # fmt: skip
     assert {name: row[name] for name in figures} == pytest.approx(figures)
+    assert row["step_time_s.ci95"] is None
 
 
 @pytest.mark.parametrize("folder", ["", "recipes", "qwen3-8b-frontier", "grid"])

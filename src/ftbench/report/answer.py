@@ -220,7 +220,7 @@ def times(ratio: Ratio | None, name: str) -> str:
 
 
 def _memory(ranking: Ranking) -> Iterator[str]:
-    known = [cell for cell in ranking.best if cell.figure(PEAK)]
+    known = [cell for cell in ranking.cells if cell.figure(PEAK)]
     least = min(known, key=lambda cell: cell.figure(PEAK) or 0.0, default=None)
     winner = ranking.winner
     if least is None or not (needs := least.figure(PEAK)) or needs >= _SMALLER * (winner.figure(PEAK) or 0.0):

@@ -44,8 +44,8 @@ _EXACT = 0.0005
 _FIRST = ("speed", "peak GiB", "samples/h", "also differs", "state")  # the leftmost columns
 TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "also differs", "state", "name")
 NOTE = (
-    "Changes are relative to the baseline, with 95 % intervals. ≈ means not distinguishable, likely means one run "
-    "per side, ? means that there is no interval. Energy is the energy of the GPU per sample. Reports do not judge "
+    "Changes are relative to the baseline, with 95 % intervals. ≈ means not distinguishable, likely means only one run "
+    "on a side, ? means that there is no interval. Energy is the energy of the GPU per sample. Reports do not judge "
     "whether a recipe learns the same: use `ftbench parity`."
 )
 

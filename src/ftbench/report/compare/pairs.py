@@ -98,7 +98,7 @@ def compare(runs: Sequence[Run], axis: str, baseline: str | None = None, *, one_
 def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", noise: Noise | None = None) -> Pair:
     """Compare a cell (repeated runs of one spec) with its baseline. Return ratios and differences as a Pair.
 
-    A smaller image has fewer tokens, so speeds at different image sizes are compared in samples per second."""
+    The tokens of an image depend on its size and on the model. If these differ, speeds are in samples per second."""
     if baseline is None:
         return Pair(cell, None, reason=reason)
     facts = core.differences(baseline.facts, cell.facts, lambda key: implied(axis, baseline.facts, cell.facts, key))
@@ -107,17 +107,17 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", nois
         reason = "" if baseline.ok else "the baseline failed"
         return Pair(cell, baseline, differences, reason=reason)
     noise = noise or Noise()
-    resized = len({side.facts.get("optimizations.image_size") for side in (baseline, cell)}) > 1
-    rate = TOKENS if not resized and baseline.values(TOKENS) and cell.values(TOKENS) else SAMPLES
+    keys = ("optimizations.image_size", "model.id" if cell.values("images_per_s.images") else "")
+    equal = all(baseline.facts.get(key) == cell.facts.get(key) for key in keys)
+    rate = TOKENS if equal and baseline.values(TOKENS) and cell.values(TOKENS) else SAMPLES
     speed = _ratio(baseline, cell, rate, noise)
     paces = baseline.pace(), cell.pace()
     sides = [name for side, name in ((baseline, "the baseline"), (cell, "it")) if any(r.contended for r in side.ok)]
-    known_speed = speed is not None and bool(speed.direction)
     return Pair(
         cell, baseline, differences, speed=speed,
         memory=core.ratio_of_runs(baseline.values(PEAK), cell.values(PEAK)), first_step=_first_steps(baseline, cell),
         energy=_ratio(baseline, cell, ENERGY, noise),
-        break_even=core.break_even(paces[0], paces[1]) if known_speed and paces[0] and paces[1] else None,
+        break_even=core.break_even(paces[0], paces[1]) if speed and speed.direction and paces[0] and paces[1] else None,
         reason=f"{' and '.join(sides)} shared the machine with other work (contended)" if sides else "",
     )  # fmt: skip
 

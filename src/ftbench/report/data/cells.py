@@ -23,8 +23,8 @@ TOKENS, SAMPLES = "tokens_per_s.real", "samples_per_s"
 PEAK, FIRST, ENERGY = "memory_gb.allocated_peak", "first_step_s", "energy.joules_per_1k_samples"
 BATCH, ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
 _SITTING_S = 12 * 3600  # seconds; a sitting is a group of runs of one commit on one card that start within this time
-# The part of a name that gives the length of the training.
-_DURATION = re.compile(r" \((?:(?:samples|max steps|epochs|longest first) [^,()]*(?:, )?)+\)$")
+DURATION = ("dataset.samples", "train.max_steps", "train.epochs", "dataset.longest_first")  # last in a name
+_DURATION = re.compile(r"( \(|, )(?:samples|max steps|epochs|longest first) [^()]*\)$")  # the end of a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Cell:
     @property
     def recipe(self) -> str:
         """The recipe or method, without numbers of samples, steps or epochs, which only change the training time."""
-        return _DURATION.sub("", self.variant)
+        return _DURATION.sub(lambda match: ")" * (match[1] == ", "), self.variant)
 
     @property
     def gpus(self) -> int:

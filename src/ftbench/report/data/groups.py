@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ftbench.core.compare import geometric_mean
@@ -27,7 +28,7 @@ from ftbench.report.data.axes import (
     value_at,
     varying_keys,
 )
-from ftbench.report.data.cells import ACCUMULATION, BATCH, Cell, Run, gpu_of
+from ftbench.report.data.cells import ACCUMULATION, BATCH, DURATION, Cell, Run, gpu_of
 from ftbench.report.data.collect import Record, data_labels, known
 from ftbench.report.data.facts import CARD, COMMIT, CPU, IMPORTED, LIMIT, REWARD, machine_facts, spec_facts
 from ftbench.spec.methods import METHODS
@@ -35,10 +36,6 @@ from ftbench.store.rundir import RunDir
 
 DATA = "dataset.hash"  # hash of the training tokens
 RUNS = "runs"
-_MERGED = ("tokens_per_s.real", "tokens_per_s.generated", "images_per_s.images", "samples_per_hour", "samples_per_s",
-           "step_time_s.median", "step_time_s.mean", "memory_gb.allocated_peak", "memory_gb.reserved_peak",
-           "memory_gb.device_peak", "mfu", "hfu", "first_step_s", "time_to_steady_s", "loss.eval", "loss.last",
-           "energy.joules_per_1k_samples", "energy.joules_per_1m_real_tokens", "model_tflops")  # fmt: skip
 _LIST_MARKS = str.maketrans("", "", '[]"')
 _MAX_LETTERS = 24  # longest text of a fact in a name
 
@@ -157,7 +154,10 @@ def _merged(group: Sequence[Record]) -> Record:
     ended = [record for record in group if record["state"] == "ok"]
     succeeded = [record for record in ended if not record.get("contention.contended")] or ended[:1]
     first = dict((succeeded or group)[0])
-    figures = {name: geometric_mean(known(succeeded, name)) for name in _MERGED if name in first}
+    values = {name: known(succeeded, name) for run in succeeded for name in run if isinstance(run[name], float)}
+    figures: Record = {name: geometric_mean(each) or fmean(each) for name, each in values.items()
+                       if each != [first[name]] * len(each)}  # fmt: skip
+    figures |= {"step_time_s.ci95": None} if len(succeeded) > 1 else {}  # the interval of a single run
     if len(group) > 1 and (cold := [record for record in succeeded if record["first_step_cache"] == "cold"]):
         figures["first_step_s"] = geometric_mean(known(cold, "first_step_s"))
     failed = [record for record in group if record["state"] != "ok"]
@@ -194,7 +194,7 @@ def recipe_name(facts: Mapping[str, str]) -> str:
 def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
     """Return a unique text for each cell in `group`: settings and machine facts that differ, or a run id."""
     ordered = by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
-    keys = [axis] * bool(axis) + ordered + [LIMIT, COMMIT, CARD]
+    keys = sorted([*[axis] * bool(axis), *ordered, LIMIT, COMMIT, CARD], key=DURATION.__contains__)
     chosen: dict[str, list[str]] = {}
     kinds: list[Any] = [()] * len(group)
     for key in keys:
