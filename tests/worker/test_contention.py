@@ -8,7 +8,11 @@ import sys
 import types
 
 import pytest
+import torch
 
+from conftest import spec_of
+from ftbench.store import rundir
+from ftbench.worker import training_run
 from ftbench.worker.measure import meters, utilization
 from ftbench.worker.measure.meters import Sampler
 from ftbench.worker.measure.utilization import GpuLoad, HostLoad, own_processes
@@ -118,9 +122,34 @@ def test_failing_meter_is_not_read_again(monkeypatch):
     assert len(calls) == 1
 
 
+def test_other_ranks_belong_to_the_run(monkeypatch):
+    """All ranks are children of one process."""
+    ranks = [types.SimpleNamespace(pid=0, cpu_times=lambda: (40.0, 10.0, 0.0, 0.0)) for _ in range(2)]
+    found = {os.getppid(): ranks}
+    process = lambda pid=None: types.SimpleNamespace(children=lambda recursive: found.get(pid, []))  # noqa: E731
+    monkeypatch.setattr(utilization.psutil, "Process", process)
+    monkeypatch.setattr(utilization.parallel, "rank", lambda: 1)
+    assert utilization.OwnTime()() == pytest.approx(100 + sum(os.times()[:4]), abs=1)
+
+
 def test_own_process_is_found_by_its_id():
     assert own_processes(driver([], pids=[7, os.getpid()]), None, before=()) == {os.getpid()}
 
 
 def test_own_process_in_a_container_is_the_new_one():
     assert own_processes(driver([], pids=[7, 8]), None, before=[7]) == {8}
+
+
+def test_processes_before_the_run_are_read_from_the_file_of_the_own_node(tmp_path, monkeypatch):
+    """Rank 1 has the first GPU of the second of two nodes."""
+    seen: list[int] = []
+    for name, uuid, pid in (("machine", "GPU-A", 7), ("machine.node1", "GPU-B", 8)):
+        rundir.write_json(tmp_path / f"{name}.json", {"gpus": [{"uuid": uuid, "process_ids": [pid]}]})
+    monkeypatch.setattr(training_run, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="B"))
+    monkeypatch.setattr(training_run, "nvml_module", lambda: driver([]))
+    monkeypatch.setattr(training_run, "handle_of", lambda *_: 0)
+    monkeypatch.setattr(training_run, "Recorder", lambda *_: None)
+    monkeypatch.setattr(training_run, "own_processes", lambda nvml, handle, before: seen.extend(before) or set())
+    training_run.recorder_of(spec_of(), rundir.RunDir(tmp_path, 1))
+    assert seen == [8]

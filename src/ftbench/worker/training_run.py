@@ -102,11 +102,11 @@ def recorder_of(spec: Experiment, directory: RunDir) -> Recorder:
     """Return a recorder for this process. Its sampler reads the counters of the host and of this process's GPU."""
     gpu, others = device(), list[HostLoad | GpuLoad]([HostLoad()])
     nvml = nvml_module() if gpu.type == "cuda" else None
-    handle = nvml and handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(gpu).uuid}")
+    handle = nvml and handle_of(nvml, uuid := f"GPU-{torch.cuda.get_device_properties(gpu).uuid}")
     if handle is not None:
-        before = gpus_of(read_json(directory.machine))[gpu.index].get("process_ids") or ()
-        own_pids = own_processes(nvml, handle, before)
-        others += [GpuLoad(nvml, handle, own_pids)] if own_pids else []  # else the share of other processes is unknown
+        gpus = [each for file in directory.path.glob("machine*.json") for each in gpus_of(read_json(file))]  # all nodes
+        before = {pid for each in gpus if each.get("uuid") == uuid for pid in each.get("process_ids") or ()}
+        others += [GpuLoad(nvml, handle, own)] if (own := own_processes(nvml, handle, before)) else []  # else unknown
     sampler = Sampler(nvml if handle is not None else None, handle, others)
     rank = parallel.rank()
     data_rank = None if rank is None else rank * spec.launch.data_parallel_size // spec.launch.ranks
