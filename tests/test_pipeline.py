@@ -152,6 +152,24 @@ def test_stages_compute_in_the_precision_of_the_spec(trained):
     assert figures(one, "loss")[0] != pytest.approx(figures(exact, "loss")[0], rel=3e-6)
 
 
+def test_sharded_stages_keep_weights_in_32_bits(trained):
+    half = FULL | {"train": {"precision": "bf16", "optimizer": "adamw_torch"}}
+    half |= {"model": {"id": "tiny/qwen3", "weights": "random", "dtype": "bfloat16"}}
+    one, several = trained({}, **half), trained(FSDP, **half)
+    assert figures(several, "loss")[0] == pytest.approx(figures(one, "loss")[0], rel=1e-3)
+    states = rundir.read_json(several.run.applied)["optimizer"]["state"]
+    assert {*states} == {"exp_avg: float32", "exp_avg_sq: float32"}
+
+
+def test_dropout_is_on_after_an_evaluation(trained):
+    """The adapters stay at their initial values, so that only dropout changes the norm."""
+    parts = {"train": {"epochs": 2, "learning_rate": 1e-12}, "measure": {"eval": "epoch"}}
+    plain, dropped = (trained(PP, method={"name": "lora", "dropout": each}, **parts) for each in (0.0, 0.5))
+    norms = list(zip(figures(plain, "grad_norm"), figures(dropped, "grad_norm"), strict=True))
+    assert len(norms) == 6
+    assert all(without != pytest.approx(norm, rel=1e-3) for without, norm in norms)
+
+
 def assert_stages_are_as_estimated(command: Command) -> None:
     """Check the layers and the number of weights of each rank, of which all states are multiples."""
     spec = spec_of(command)

@@ -205,6 +205,27 @@ def test_recomputed_layers_have_the_same_dropout(tmp_path):
     assert all(each == pytest.approx(plain, rel=1e-4) for each in others)
 
 
+def check_gradients(place: Path) -> None:
+    """Create a file if a weight of a rank lacks its shard of the gradient after a micro-batch."""
+    from transformers import Trainer
+
+    training_step = Trainer.training_step
+
+    def train_and_check(trainer: Trainer, *arguments: Any, **others: Any) -> Any:
+        loss = training_step(trainer, *arguments, **others)
+        if any(each.grad is None for each in trainer.model.parameters()):
+            place.touch()
+        return loss
+
+    Trainer.training_step = train_and_check
+
+
+def test_gradients_are_sharded_after_each_micro_batch(tmp_path):
+    """Otherwise, each rank keeps the complete gradients until the last micro-batch of a step."""
+    run(tmp_path, 2, "fsdp", partial(check_gradients, tmp_path / "lacks"), **FULL, train={"max_steps": 1})
+    assert not (tmp_path / "lacks").exists()
+
+
 def test_each_rank_trains_its_share_in_order(pair):
     one, two = pair("ddp", **LORA)
     ranks, warnings = read_ranks(two.run)
@@ -440,6 +461,28 @@ def test_rank_without_memory_is_named(tmp_path):
     with Command(write_spec(tmp_path, **ON_TWO), tmp_path / "out", before=greedy) as command:
         command.finish()
     assert_over(command, "oom", "rank 1: out of memory (host)")
+
+
+def drifting() -> None:
+    """Let the weights of rank 1 differ from those of rank 0."""
+    from transformers import Trainer
+
+    training_step = Trainer.training_step
+
+    def change_and_train(trainer: Trainer, *arguments: Any, **others: Any) -> Any:
+        if torch.distributed.get_rank() == 1:
+            next(each for each in trainer.model.parameters() if each.requires_grad).data += 1e-3
+        return training_step(trainer, *arguments, **others)
+
+    Trainer.training_step = change_and_train
+
+
+def test_rank_with_other_weights_is_named(tmp_path):
+    parts = {"dataset": DATA, "train": {"batch_size": 2, "max_steps": 2}, "launch": {"gpus": 2}}
+    with Command(write_spec(tmp_path, **parts), tmp_path / "out", before=drifting) as command:
+        command.finish()
+    assert command.code == 1
+    assert "the weights of rank 1 differ after step 1" in command.state()["reason"]
 
 
 def test_tp_needs_divisible_heads(tmp_path):

@@ -66,6 +66,13 @@ def test_weak_and_strong_efficiency_are_relative_to_one_gpu(out):
     assert (rows["two-ddp"]["lowest_gb"], rows["two-ddp"]["highest_gb"]) == (40.0, 44.0)
 
 
+def test_gpus_that_share_a_batch_do_not_enlarge_it(tmp_path):
+    on(tmp_path, "one", 1, "none", 1.0)
+    on(tmp_path, "two-tp", 2, "tp", 1.25)
+    records = told(tmp_path, answers=True)["scaling"]["records"]
+    assert {record["run_ids"]: record["strong"] for record in records} == {"one": None, "two-tp": pytest.approx(0.8)}
+
+
 def test_strategy_comparison_accepts_a_single_gpu(out):
     compared = told(out, compare="strategy")
     rows = {record["run_ids"]: record for record in compared["comparison"]["records"]}

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from ftbench.core.rows import StepRow
+from ftbench.core.rows import COLUMNS, StepRow
 from ftbench.store import rundir
-from ftbench.store.ranks import merge, merged, rank_files, read_ranks, spread, write_merged
+from ftbench.store.ranks import merge, merged, rank_files, read_ranks, spread, stages, write_merged
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_steps
 
@@ -33,9 +33,19 @@ def test_tokens_and_energy_add_up_and_time_and_memory_are_the_worst_rank_s():
     assert (found.rank, found.data_rank, found.step, found.phase) == (None, None, 1, "train")
 
 
+@pytest.mark.parametrize("worst", [0, 1])
+def test_every_time_and_memory_peak_is_the_worst_rank_s(worst):
+    ends = ("_s", "_sec", "_gb", "gpu_by_others")
+    names = [name for name in COLUMNS if name.endswith(ends) and name != "host_memory_gb"]
+    found = merged([row(rank=rank, **dict.fromkeys(names, 1.0 + (rank == worst))) for rank in range(2)])
+    assert {name: getattr(found, name) for name in names} == dict.fromkeys(names, 2.0)
+
+
 def test_ranks_that_share_a_batch_count_it_once():
     """Two groups of two GPUs that share a batch; where each has a part of its sequences, their losses differ."""
-    found = merged([row(rank=rank, data_rank=rank // 2) for rank in range(4)])
+    seen = dict.fromkeys(("images", "image_tokens", "text_tokens", "tiles", "image_patches"), 3)
+    found = merged([row(rank=rank, data_rank=rank // 2, **seen) for rank in range(4)])
+    assert {getattr(found, name) for name in seen} == {6}
     assert (found.real_tokens, found.samples, found.energy_j) == (100 + 102, 4, 2000.0)
     assert found.loss == (2.5 + 4.5) / 2
 
@@ -124,6 +134,13 @@ def test_the_mean_rank_waits_for_the_one_with_the_most_positions():
     assert spread(ranks, 1)["token_skew"] == pytest.approx(1 - 440 / 600)
     ranks[1][2].padded_tokens = None
     assert spread(ranks, 0)["token_skew"] is None
+
+
+def test_the_bubble_is_the_part_of_the_slowest_pass_that_the_mean_rank_waits(tmp_path):
+    for rank, (seconds, busy) in enumerate([(4.0, 1.0), (5.0, 3.0)]):
+        parallel = {"split": [2, 1], "pass_s": seconds, "busy_s": busy}
+        rundir.write_json(RunDir(tmp_path).of_rank(rank).applied, {"parallel": parallel})
+    assert stages(RunDir(tmp_path), 2) == {"layers": [2, 1], "bubble": pytest.approx(1 - 2 / 5)}
 
 
 def test_each_rank_has_its_memory():

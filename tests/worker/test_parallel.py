@@ -161,6 +161,20 @@ def test_sharded_layers_are_compiled_without_their_hooks(one_rank, monkeypatch):
     assert all(gradients[1][name].allclose(each, rtol=1e-4, atol=1e-6) for name, each in gradients[0].items())
 
 
+@pytest.mark.parametrize(("kind", "cast"), [("adamw_torch", "bf16"), ("adamw_torchao_bf16", "no")])
+def test_weights_that_are_rounded_stochastically_stay_in_16_bits(monkeypatch, kind, cast):
+    """If accelerate's state has a precision, accelerate casts trained weights to 32 bits while it shards the model."""
+    fsdp, seen, state = parallel.load("fsdp"), [], SimpleNamespace(_mixed_precision="bf16")
+    monkeypatch.setattr(
+        fsdp.fsdp_utils, "fsdp2_prepare_model", lambda _, model: seen.append(state._mixed_precision) or model
+    )
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_hidden_layers=1, **shape))
+    spec = spec_of(method={"name": "full"}, train={"precision": "bf16", "optimizer": kind})
+    fsdp.shard(SimpleNamespace(state=state), model, spec)
+    assert (seen, state._mixed_precision) == ([cast], "bf16")
+
+
 def test_optimizer_kernel_gets_the_share_of_a_rank(one_rank):
     whole = torch.arange(6.0).reshape(3, 2)
     parameter = torch.nn.Parameter(distribute_tensor(whole, one_rank, [Shard(0)]))
