@@ -67,6 +67,15 @@ def test_columns_of_a_csv_file_are_separated_as_in_its_header(tmp_path, separato
     assert read_file(path)[0] == {"question": "a, b; c", "answer": "d"}
 
 
+@pytest.mark.parametrize("broken", ['"c, d', 'e,"f" g'])
+def test_csv_row_with_a_broken_quote_is_an_error(tmp_path, broken):
+    """Without an error, a quote that is not closed takes in all rows after it."""
+    path = tmp_path / "rows.csv"
+    path.write_text(f"question,answer\na,b\n{broken}\nh,i\nj,k\n")
+    with pytest.raises(DataError, match=r"row from line 3: not CSV .*: check its quotes"):
+        read_file(path)
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv"])
 def test_text_in_another_encoding_is_an_error(tmp_path, ending):
     path = tmp_path / f"rows.{ending}"
