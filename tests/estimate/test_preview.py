@@ -35,13 +35,14 @@ def test_lengths_truncation_and_packing_follow_from_the_rows(tmp_path):
     document = preview.preview(spec, [])
     assert (document["rows"], document["format"]) == (4, "prompt-completion")
     assert (document["tokens"]["p50"], document["tokens"]["max"]) == (30, 210)
-    assert document["truncated_samples"] == 0.25
+    assert document["truncated_samples"] == document["answers_cut"] == 0.25
     assert document["truncated_tokens"] == pytest.approx(110 / 300)
     assert document["padding"] == pytest.approx(1 - 190 / (2 * 30 + 2 * 100))
     assert document["packing_gain"] == pytest.approx(260 / 200)  # into two rows of 100
     assert sum(document["tokens"]["histogram"]["counts"]) == 4
     text = preview.as_text(document)
     assert "30" in text
+    assert "skipped in a training: about 25.0 % of the samples" in text
     assert f"user: {'a' * 40}" in text
     assert max(map(len, text.splitlines()[:3])) < 200
 

@@ -26,6 +26,7 @@ from ftbench.spec.load import load
 
 _LETTERS = 600  # maximum number of characters to show per sample
 _EXPORT_S = 3600.0  # seconds; enough to download gigabytes over a slow connection
+_ONE_ANSWER = ("alpaca", "prompt-completion", "question-answer")  # formats with one answer, after the question
 
 
 def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
@@ -86,14 +87,18 @@ def _of_file(spec: Experiment, dataset: Dataset, images: KnownSamples | None) ->
     parsed = [replace(each, messages=each.question) for each in parsed] if spec.objective.prompts else parsed
     samples = [{"row": index + 1, "text": _rendered(each)} for index, each in zip(shown, parsed, strict=True)]
     values, source = (images.lengths, images.basis) if images else (counted.values, counted.source)
-    return _document(spec, values, source, len(rows), format_name, samples, images)
+    masked = spec.dataset.loss_on != "all" and not (images or spec.objective.prompts)
+    questions = file_lengths(dataset, spec.model, prompts=True) if masked and format_name in _ONE_ANSWER else ""
+    cut = [] if isinstance(questions, str) else [value >= dataset.max_length for value in questions.values]
+    return _document(spec, values, source, len(rows), format_name, samples, images, sum(cut) / max(len(cut), 1))
 
 
 def _document(
     spec: Experiment, values: Sequence[int], source: str, rows: int, format_name: str, samples: list[dict[str, Any]],
-    images: KnownSamples | None = None,
+    images: KnownSamples | None = None, answers_cut: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the JSON document of `preview`. `values` are the sample lengths in tokens before truncation."""
+    """Return the JSON document of `preview`. `values` are the sample lengths in tokens before truncation. `answers_cut`
+    is the share of samples whose answer is beyond max_length; a training skips them."""
     prompts, longest = spec.objective.prompts, spec.dataset.max_length
     batch = spec.global_batch // spec.objective.group if prompts else spec.train.batch_size * spec.objective.sequences
     kept = [min(value, longest) for value in values if not prompts or value <= longest] or [longest]
@@ -103,7 +108,7 @@ def _document(
         "schema": 1, "dataset": spec.dataset.name, "rows": rows, "format": format_name, "source": source,
         "tokens": stats.describe(values), "max_length": longest,
         "truncated_samples": sum(value > longest for value in values) / len(values),
-        "truncated_tokens": 1 - sum(kept) / sum(values), "mean_kept": sum(kept) / len(kept),
+        "truncated_tokens": 1 - sum(kept) / sum(values), "mean_kept": sum(kept) / len(kept), "answers_cut": answers_cut,
         "batch_size": batch if prompts else spec.train.batch_size, "padding": 1 - padded,
         "packing_gain": None if prompts or spec.objective.pairs else packed / padded, "prompts": prompts,
         "samples": samples, "images": None if images is None else {
@@ -145,8 +150,8 @@ def as_text(document: Mapping[str, Any]) -> str:
     longest, beyond = units.count(document["max_length"]), units.percent(document["truncated_samples"])
     lines = [
         f"{document['dataset']}: {units.some(document['rows'], 'row')}, {document['format']}",
-        f"tokens per {what}: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, "
-        f"90 % up to {tokens['p90']:.0f}, longest {units.count(tokens['max'])} ({document['source']})",
+        f"tokens per {what}: mean {tokens['mean']:,.0f}, half up to {tokens['p50']:,.0f}, "
+        f"90 % up to {tokens['p90']:,.0f}, longest {units.count(tokens['max'])} ({document['source']})",
     ]
     if images:
         left = f": {units.percent(images['left_out'])} of the samples are removed" if images["left_out"] else ""
@@ -158,8 +163,10 @@ def as_text(document: Mapping[str, Any]) -> str:
         lines.append(f"{padding} of a step's {units.some(size, 'prompt')}")
     else:
         mean = f"; the mean becomes {document['mean_kept']:.0f}" if document["truncated_samples"] else ""
-        cut = units.percent(document["truncated_tokens"])
+        cut, skipped = (units.percent(document[key]) for key in ("truncated_tokens", "answers_cut"))
         lines.append(f"truncated at max_length {longest}: {beyond} of the samples, {cut} of the tokens{mean}")
+        if document["answers_cut"]:
+            lines.append(f"skipped in a training: about {skipped} of the samples, whose answer is beyond max_length")
         packing = f"; packing computes {gain:.2f} times fewer (optimizations.packing)" if gain and gain > 1 else ""
         lines.append(f"{padding} at batch {size}{packing}")
     lines = [*map(folded, lines), *(["", "samples, without the model's chat template:"] if document["samples"] else [])]
