@@ -3,6 +3,7 @@
 The user selects the run by its folder, its id, or its number in a report."""
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,9 @@ from ftbench.spec.base import nearest, shortened
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.optimizations import OPTIMIZATIONS
-from ftbench.store.rundir import KERNELS, NOT_FINITE, RunDir, first_gpu, read_json
+from ftbench.store.rundir import ARCHIVED, KERNELS, NOT_FINITE, RunDir, first_gpu, read_json
 from ftbench.store.summary import read_summary
 
-_MAX_NAMED = 5  # runs in a message
 _MUCH_PADDING, _MUCH_IDLE = 0.1, 0.15  # share of padding in the computed positions, share of idle GPU time in a step
 _DATA = ("loader_processes", "image_cache")  # optimizations for data-bound runs
 _BATCH, _ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
@@ -177,8 +177,7 @@ def _other_commands(run: RunDir, summary: Mapping[str, Any]) -> Iterator[Suggest
         command = _command("recommend", run, "--gpu", canonical_name(gpu))
         yield Suggestion("other recipes", "estimates of methods, batches and optimizations", (), command)
     elif state == "ok":
-        command = _command("estimate", run, "--gpu", "RTX 4090")
-        yield Suggestion("a GPU", "estimate its memory and time", (), command)
+        yield Suggestion("a GPU", "estimate its memory and time", (), _command("estimate", run, "--gpu", "RTX 4090"))
 
 
 def _less_memory(spec: Experiment) -> Iterator[tuple[str, str, Changes]]:
@@ -193,7 +192,10 @@ def _less_memory(spec: Experiment) -> Iterator[tuple[str, str, Changes]]:
 
 
 def _command(command: str, run: RunDir, *options: str) -> str:
-    return shlex.join(["ftbench", command, str(run.spec_json), *options])
+    """Return a command for the spec of a run. A new run is written to the same folder of results."""
+    results = os.path.normpath(run.path / ("../../.." if run.path.parent.name == ARCHIVED else "../.."))
+    out = ["--out", results] if command == "run" and results != "results" else []
+    return shlex.join(["ftbench", command, str(run.spec_json), *options, *out])
 
 
 # --- finding a run ---------------------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def _record(name: str, paths: Sequence[Path]) -> tuple[Record, Sequence[Record]]
     if len(matches) == 1:
         return matches[0], records
     if matches:
-        named = units.listed([f"{record['number']} ({record['label']})" for record in matches], _MAX_NAMED)
+        named = units.listed([f"{record['number']} ({record['label']})" for record in matches], 5)
         how = f", `ftbench show NUMBER {folder}`" if folder.is_dir() else ""
         raise SpecError(f"show {shortened(name)}: several runs match: {named}: choose one by its number{how}")
     count, near = units.some(len(records), "run"), nearest(name, {str(record["run_id"]) for record in records})
