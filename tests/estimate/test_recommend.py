@@ -21,6 +21,7 @@ from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend import request as requests
 from ftbench.estimate.recommend.ranking import Goal, Recommendation, as_runnable, recommend, samples_per_step
 from ftbench.estimate.recommend.spec_file import run_command, variant_words
+from ftbench.estimate.recommend.spec_file import spec_file as written_spec
 from ftbench.estimate.recommend.text import as_json, as_text, as_yaml
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
@@ -232,6 +233,12 @@ def test_without_a_fit_no_command_is_printed(ftbench, spec_file):
     assert "that certainly fits" in out
     _, out, _ = ftbench(*asked, "--json")
     assert json.loads(out)["gpus"][0]["nearest"] is None
+
+
+@pytest.mark.parametrize(("packing", "unit"), [("on", "rows"), ("off", "samples")])
+def test_comment_of_a_written_spec_names_what_a_batch_counts(packing, unit):
+    spec = load(Path("tiny/qwen3"), [f"optimizations.packing={packing}", "train.batch_size=2"])
+    assert f"train: {{batch_size: 2}}  # {unit} per step: batch_size" in written_spec(spec)
 
 
 def test_equal_lengths_are_packed_for_cuda_graphs_only():

@@ -54,6 +54,13 @@ def test_large_file_is_refused(tmp_path):
     assert f"too large: at most {MAX_BYTES:,} bytes" in error_of(path)
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_data_file_in_the_place_of_a_spec_is_named_as_such(tmp_path, suffix):
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text("{}\n" * MAX_BYTES)
+    assert f"{path}: a data file, not a spec: write MODEL --dataset FILE" in error_of(path)
+
+
 @pytest.mark.parametrize(
     ("content", "line", "said"),
     [

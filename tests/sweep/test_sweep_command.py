@@ -103,6 +103,8 @@ def test_folder_allows_one_sweep_at_a_time(tmp_path):
     spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out"
     with Night(spec, out, before=partial(held, tmp_path, "-b1-")) as night:
         night.until_training()
+        status = ftbench("sweep", "--status", str(night.path)).stdout
+        assert ("2 runs left" in status, "summary.md" in status) == (True, False)  # there is no table yet
         second = sweep(spec, out)
         assert (second.code, second.stdout) == (1, "")
         assert f"process {night.process.pid} " in second.stderr

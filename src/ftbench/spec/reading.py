@@ -88,6 +88,8 @@ def read_yaml(path: Path, what: str = "a spec", needs: str = "at least `model:` 
         models = [model for model in architectures() if model.rpartition("/")[2].casefold() == path.name.casefold()]
         hint = f"; did you mean {models[0]}?" if models else " (owner/name, or a folder with its config.json)"
         missing = f", and not a model{hint}"
+        if path.suffix in (".jsonl", ".csv", ".parquet") and path.is_file():
+            raise SpecError(f"{path}: a data file, not a spec: write MODEL --dataset FILE, or set dataset.path")
     text = _text(path, MAX_BYTES, missing)
     try:
         data = yaml.load(text, _Loader)

@@ -25,14 +25,14 @@ _COMMENTS = {
     "recipe": "explained by `ftbench list recipes`",
     "method": "full, lora, qlora or unsloth",
     "dataset": "samples are truncated at {max_length} tokens (max_length)",
-    "train": "samples per step: batch_size x gradient_accumulation_steps",
+    "train": "{unit} per step: batch_size x gradient_accumulation_steps",
     "optimizations": "explained by `ftbench list optimizations`",
 }
 
 
 def spec_file(spec: Experiment) -> str:
     """Return a spec as YAML with comments, without its name. A short section is on one line."""
-    lines, values = list[str](), spec_values(spec)
+    lines, values, unit = list[str](), spec_values(spec), "rows" if spec.optimizations.packing else "samples"
     del values["name"]  # the default is the name of the file
     for key, value in values.items():
         (only,) = value.values() if isinstance(value, dict) and len(value) == 1 else (None,)
@@ -41,7 +41,7 @@ def spec_file(spec: Experiment) -> str:
         )
         flow = None if isinstance(short, dict) else False
         text = yaml.safe_dump({key: short}, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=110)
-        comment = "  # " + _COMMENTS.get(key, "").format(max_length=spec.dataset.max_length)
+        comment = "  # " + _COMMENTS.get(key, "").format(max_length=spec.dataset.max_length, unit=unit)
         one_line = key in _COMMENTS and text.count("\n") == 1 and len(text) + len(comment) <= 120
         lines.append(text.rstrip() + comment * one_line)
     return "\n".join(lines) + "\n"

@@ -86,8 +86,8 @@ def as_text(board: dict[str, Any]) -> str:
         f"  {job['state']:<8} {job['what']}: {job.get('reason')}"
         for job in jobs.values() if job["state"] in (*FAILED, "oom", "skipped")
     ]  # fmt: skip
-    left = sum(not status.done for status in statuses)
-    if not board["alive"] and left:
-        lines.append(f"  stopped at {board['at']}: run the same command to continue")
-    lines.append(f"  table    {Path(board['folder']) / 'summary.md'}")
+    if not board["alive"] and any(not status.done for status in statuses):
+        lines.append(f"  stopped, last change at {board['at']}: run the same command to continue")
+    if (table := Path(board["folder"]) / "summary.md").exists():  # written after the first run
+        lines.append(f"  table    {table}")
     return "\n".join(wrapped(line, 11) for line in lines)
