@@ -18,16 +18,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from conftest import spec_of, train_in
+from ftbench.core.units import GIB
 from ftbench.errors import SpecError
+from ftbench.estimate.memory import ends
+from ftbench.estimate.memory.estimate import estimate_memory
+from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.kernels.host_offload import HostTensors
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import machine_incompatibilities
-from ftbench.store.rundir import read_json
+from ftbench.store.rundir import read_json, write_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.data import collate, prepare
 from ftbench.worker.data.collate import Collator
@@ -393,6 +398,67 @@ def test_chunk_is_freed_before_the_next():
     hidden, head = torch.randn(2, 8, 16, requires_grad=True), torch.nn.Linear(16, 50)
     chunked_loss.chunked_loss(hidden, torch.randint(0, 50, (2, 8)), torch.arange(1, 8), head, softmax, size=2)
     assert len(made) == 2 * 4
+
+
+@pytest.mark.parametrize("size", [16, 64, 256])
+@pytest.mark.parametrize("method", ["lora", "full", "lora, weight_offload", "full, weight_offload"])
+@pytest.mark.parametrize("dtypes", ["16 bits", "32 bits", "32 bits, autocast"])
+def test_estimate_counts_the_tensors_of_the_chunked_loss(dtypes, method, size):
+    """`fetch` copies the head to the GPU, as weight_offload does."""
+    dtype, autocast = torch.bfloat16 if dtypes == "16 bits" else torch.float32, dtypes != "32 bits"
+    hidden, full = torch.randn(1, 256, 256, dtype=dtype, requires_grad=True), method.startswith("full")
+    weight = torch.randn(8192, 256, dtype=dtype, requires_grad=full)
+    if offloaded := method.endswith("weight_offload"):
+        weight.fetch = weight.detach().clone
+    (tracker := MemTracker()).track_external(hidden, weight)
+    labels, positions, head = torch.randint(0, 8192, (1, 256)), torch.arange(6, 256), SimpleNamespace(weight=weight)
+    head.bias = None
+    with tracker:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = chunked_loss.chunked_loss(hidden * 1, labels, positions, head, size=size)
+        loss.backward()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - hidden.nbytes - weight.nbytes
+    each, shape = dtype.itemsize, SimpleNamespace(vocab=8192, hidden=256)
+    plan = TrainingPlan(full=full, weight=each, upcast=each, compute=2 if autocast else 4, autocast=autocast,
+                        loss="chunked", chunk=size, streamed=offloaded)  # fmt: skip
+    batch = SimpleNamespace(tokens=256, labels=250)
+    estimated = ends.transient_peak(shape, plan, batch) + ends.fetched_head(shape, plan) + hidden.nbytes
+    assert estimated == pytest.approx(peak, rel=0.015)
+
+
+@pytest.mark.parametrize(("dtype", "tied", "vocab", "length", "phase"), [
+    ("float32", False, 8192, 64, "loss"), ("float32", True, 8192, 64, "loss"), ("bfloat16", False, 8192, 64, "loss"),
+    ("bfloat16", True, 8192, 64, "loss"), ("bfloat16", True, 65536, 4, "backward, embedding"),
+])  # fmt: skip
+def test_estimate_counts_the_tensors_of_a_full_training(tmp_path, dtype, tied, vocab, length, phase):
+    """Autocast copies the 32-bit weights of the layers, and keeps the copy of the head until the forward pass ends."""
+    shape = {"model_type": "qwen3", "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2,
+             "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 48, "vocab_size": vocab,
+             "tie_word_embeddings": tied, "max_position_embeddings": 4096}  # fmt: skip
+    write_json(tmp_path / "qwen3.json", shape)
+    path = str(tmp_path / "qwen3.json")
+    spec = resolve(Experiment.model_validate({
+        "name": "x", "model": {"id": "small/qwen3", "weights": "random", "path": path, "dtype": dtype},
+        "method": {"name": "full"}, "train": {"batch_size": 4}, "optimizations": {"chunked_loss": True},
+        "dataset": {"name": "synthetic", "samples": 12, "length": length, "max_length": length},
+    }), (9, 0))  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=getattr(torch, dtype))
+    chunked_loss.apply(model, spec)
+    optimizer, ids = torch.optim.AdamW(model.parameters(), foreach=True), torch.randint(0, vocab, (4, length))
+    positions = torch.arange(4 * length).view(4, length)[:, 1:].flatten()
+    (tracker := MemTracker()).track_external(model, optimizer)
+    with tracker:
+        for _ in range(2):
+            tracker.reset_mod_stats()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids, label_positions=positions).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    memory = estimate_memory(spec, 80.0)
+    assert memory.peak_phase == phase
+    assert (memory.allocated.expected - memory.parts["workspace"]) * GIB == pytest.approx(peak, rel=0.015)
 
 
 def test_batch_without_labels_has_zero_loss_and_a_gradient():

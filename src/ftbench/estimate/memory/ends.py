@@ -32,9 +32,9 @@ def final_norm_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) ->
 
 
 def head_cast(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes of autocast's copy of a frozen float32 LM head. The copy has the compute dtype.
+    """Return the bytes of autocast's copy of a float32 LM head. The copy has the compute dtype.
 
-    autocast copies the head at each use, because autocast caches only the copies of trained weights."""
+    autocast copies a frozen head at each use, because autocast caches only the copies of trained weights."""
     return model.vocab * model.hidden * plan.compute if plan.upcast > plan.compute and plan.autocast else 0.0
 
 
@@ -92,16 +92,16 @@ def transient_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> 
     """Return the peak bytes of the loss's temporary tensors, without saved tensors.
 
     The peak is `max(logits + cast copy of the head, head gradients) + hidden states`. The last term is one gradient or
-    copy of the hidden states. ftbench's loss needs less: it frees the cast copy before it computes probabilities, and
-    only half of the head gradients exist while the logits exist. Without a cast, each chunk is added in place, and the
-    second half exists in the backward pass, after a head of weight_offload has left the GPU."""
+    copy of the hidden states. ftbench's loss needs less: only half of the head gradients exist while the logits exist.
+    With a cast, the cast copy or a 16-bit gradient of the head is added after the probabilities, and autocast keeps the
+    copy of a trained head. The second half exists in the backward pass, after weight_offload has freed the head."""
     hidden = plan.stream * model.hidden * batch.tokens
     chunk, cast, head = (logits(model, plan, batch), head_cast(model, plan), head_gradient(model, plan, batch))
     if plan.loss != "chunked":
         return max(chunk + cast, head) + hidden
-    product = 2 * plan.compute * min(plan.chunk, batch.labels) * model.vocab
-    later = product + max(cast, head) if cast else head - fetched_head(model, plan)
-    return max(chunk + head / 2, later) + hidden
+    product = plan.compute * min(plan.chunk, batch.labels) * model.vocab + cast
+    held = head / 2 + cast * (plan.full and not plan.streamed)
+    return max(max(chunk, product) + held, head - fetched_head(model, plan)) + hidden
 
 
 def pixels(vision: VisionShape, batch: BatchShape) -> float:

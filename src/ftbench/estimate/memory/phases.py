@@ -259,10 +259,10 @@ def _grown(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def autocast_weights(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes of autocast's cache: copies of trained float32 weights in the compute dtype."""
-    if not (plan.autocast and plan.full and plan.weight > plan.compute):
-        return 0.0
-    return float((model.total - model.parameters["embedding"] - model.parameters["norm"]) * plan.compute)
+    """Return the bytes of autocast's copies of trained float32 weights, without the head (see `transient_peak`)."""
+    copied = plan.autocast and plan.full and plan.weight > plan.compute
+    others = sum(model.parameters[part] for part in ("embedding", "norm", "head"))
+    return float(copied * (model.total - others) * plan.compute)
 
 
 def peak(phases: dict[str, Parts]) -> tuple[str, float]:

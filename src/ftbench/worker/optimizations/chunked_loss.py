@@ -85,7 +85,7 @@ def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
     (labels, 1) in float32. Both are 0 for a negative target. Such a target affects neither loss nor gradients."""
     logarithms, has_target = torch.log_softmax(logits.float(), -1), targets[:, None] >= 0
     of_targets = torch.where(has_target, logarithms.gather(1, targets.clamp(min=0)[:, None]), 0.0)
-    return torch.where(has_target, logarithms.exp(), 0.0).to(logits.dtype), of_targets
+    return torch.where(has_target, logarithms.exp().to(logits.dtype), 0.0), of_targets
 
 
 class _Loss(torch.autograd.Function):
