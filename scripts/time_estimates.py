@@ -69,11 +69,11 @@ a probe, the rates come from publications or from the data sheet. A range includ
 """
 FACTS_HEAD = """\
 # Coefficients of the time estimate: seconds = value * (seconds of the term at the GPU's highest rate). See
-# estimate/time/work.py and rates.py. Written by `scripts/time_estimates.py --write`. `prior` and `why` are
-# written by hand. Some priors were chosen after looking at these runs. `gpus` are the GPUs with runs of at least three
-# models: estimates for other GPUs have a wider range. `runs` counts the runs in which the term takes at least 5 % of a
-# step. `error` is the error if each step is estimated without its own runs. `spread` is the factor
-# around an estimate that contains 90 % of the steps of unseen models, if the GPU or the host limits the speed.
+# estimate/time/work.py and rates.py. Written by `scripts/time_estimates.py --write`. `prior` and `why` are written by
+# hand. Some priors were chosen after looking at these runs. `gpus` are the GPUs with runs of at least three models:
+# estimates for other GPUs have a wider range. `runs` counts the runs in which the term takes at least 5 % of a step.
+# `error` is the error if each step is estimated without its own runs. `spread` is the factor around an estimate that
+# contains 90 % of the steps of unseen models, if the GPU or the host limits the speed.
 """
 
 
@@ -174,11 +174,10 @@ def several_gpus(history: RunHistory, coefficients: Mapping[str, float]) -> list
 def text_study(coefficients: Mapping[str, float]) -> tuple[list[LeftOut], list[LeftOut]]:
     """Return the rows of the text study, estimated without and with the runs of other steps on the same host."""
     rows: tuple[list[LeftOut], list[LeftOut]] = [], []
-    for runs in (RunHistory(None, timed_runs([store])).runs for store in TEXT_STUDY):
-        for run in runs:
-            for kept, others in zip(rows, ([], [other for other in runs if other.key != run.key]), strict=True):
-                history = RunHistory(None, others, coefficients)
-                kept.append(LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], history)))
+    studies = [RunHistory(None, timed_runs([store])).runs for store in TEXT_STUDY]
+    for run, runs in ((run, runs) for runs in studies for run in runs):
+        for part, rest in zip(rows, ([], [other for other in runs if other.key != run.key]), strict=True):
+            part.append(LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], RunHistory(None, rest, coefficients))))
     return rows
 
 
@@ -190,19 +189,24 @@ def spreads(rows: Sequence[LeftOut]) -> dict[str, float]:
             for bound, each in by_bound.items()}  # fmt: skip
 
 
+def factors(ranges: Mapping[str, float]) -> dict[str, float]:
+    """Return bound → factor of the range of an estimate. The errors of GPU and host are independent (`_spread`)."""
+    return {bound: math.exp(math.hypot(*(math.log(ranges[each]) for each in {"GPU", bound}))) for bound in ranges}
+
+
 def coverage(rows: Sequence[LeftOut]) -> float:
     """Return the share of runs that are inside their range. The ranges come from the runs of other models only."""
     inside = 0
     for model, own in grouped_by(rows, lambda row: same_model(row.run)).items():
-        known = spreads([row for row in rows if same_model(row.run) != model])
+        known = factors(spreads([row for row in rows if same_model(row.run) != model]))
         inside += sum(abs(math.log1p(row.error)) <= math.log(known[row.bound]) for row in own)
     return inside / len(rows)
 
 
 def errors_of(rows: Sequence[LeftOut]) -> tuple[float, float]:
     """Return the mean and the largest relative error of the step time. Runs of one step count as one."""
-    by_step = grouped_by(rows, lambda row: same_step(row.run))
-    errors = [fmean(abs(row.error) for row in alike) for alike in by_step.values()]
+    by_step = grouped_by(rows, lambda row: same_step(row.run)).values()
+    errors = [fmean(abs(row.error) for row in alike) for alike in by_step]
     return fmean(errors), max(errors)
 
 
@@ -236,10 +240,8 @@ def fitted(history: RunHistory) -> dict[str, Term]:
     for each in seen:
         modelled = step(each.ideal, coefficients)
         runs.update(name for name, seconds in modelled.parts.items() if seconds > modelled.seconds / 20)
-    return {
-        name: replace(term, value=round(coefficients[name], 4) if runs[name] else term.prior, runs=runs[name])
-        for name, term in shipped_terms().items()
-    }
+    return {name: replace(term, value=round(coefficients[name], 4) if runs[name] else term.prior, runs=runs[name])
+            for name, term in shipped_terms().items()}  # fmt: skip
 
 
 def coefficient_table(terms: Mapping[str, Term]) -> str:
@@ -254,10 +256,9 @@ def as_text(rows: Sequence[LeftOut]) -> str:
     lines = ["| run | optimizations | measured step | estimated | error | in its range |", "|---|---|--:|--:|--:|---|"]
     for row in rows:
         on = ", ".join(optimizations_on(row.run.spec.optimizations.model_dump())) or "none"
-        times = " | ".join(units.seconds(step) for step in (row.run.step_s, row.estimate.step_s.expected))
-        lines.append(
-            f"| {row.run.run_id} | {on} | {times} | {change(row.error)} | {'yes' if row.is_inside else 'no'} |"
-        )
+        times = [units.seconds(step) for step in (row.run.step_s, row.estimate.step_s.expected)]
+        cells = [row.run.run_id, on, *times, change(row.error), "yes" if row.is_inside else "no"]
+        lines.append(f"| {' | '.join(cells)} |")
     mean, worst = errors_of(rows)
     steps, inside = len({same_step(row.run) for row in rows}), sum(row.is_inside for row in rows)
     return "\n".join([*lines, "", (
@@ -273,7 +274,6 @@ def facts(rows: Sequence[LeftOut], ranges: Mapping[str, float], terms: Mapping[s
     mean, worst = errors_of(rows)
     by_gpu = grouped_by(rows, lambda row: row.run.gpu)
     document = {
-        # GPUs with fewer models keep the wider range of GPUs without runs
         "gpus": sorted(gpu for gpu, own in by_gpu.items() if len({same_model(row.run) for row in own}) >= LEAST_MODELS),
         "error": {"mean": round(mean, 4), "worst": round(worst, 4)},
         "spread": {bound: round(value, 3) for bound, value in ranges.items()},
@@ -298,7 +298,7 @@ def main() -> None:
     (mean, worst), ranges = errors_of(unseen), spreads(every)
     ratios = [1 / (1 + row.error) for row in unknown]
     missed = [percent(median(abs(row.error) for row in part)) for part in (unknown, known, text_rows[1])]
-    factors = ", ".join(f"{value:.2f} if a {bound} limits the speed" for bound, value in ranges.items())
+    limits = ", ".join(f"{value:.2f} if a {bound} limits the speed" for bound, value in factors(ranges).items())
     text = (
         f"{coefficient_table(terms)}\n{as_text(rows)}If the fit excludes all runs with the same method and "
         f"optimizations, the mean error is {percent(mean)} and the largest error is {percent(worst)}.\nIf the fit "
@@ -309,7 +309,7 @@ def main() -> None:
         f"(median error {missed[0]}). If runs of other steps give the speed of the host (*known host*), the median "
         f"error of {len(known)} launch-bound estimates is {missed[1]}, and that of all {len(text_rows[1])} estimates "
         f"is {missed[2]}.\nThe range of an estimate is from `expected time / factor` to `expected time * factor`. "
-        f"The factor is {factors}.\n\n## Several GPUs\n\n{as_text(several)}"
+        f"The factor is {limits}.\n\n## Several GPUs\n\n{as_text(several)}"
     )
     print(text, end="")
     if asked.write:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 
@@ -76,8 +76,24 @@ def test_the_image_study_stays_within_its_bounds() -> None:
     assert len(rows) >= 60
     assert len(fixed) >= 18
     assert median(errors.values()) <= 0.03
-    assert max(errors.values()) <= 0.11
+    assert max(errors.values()) <= 0.1  # without the reuse of the blocks of the loss: 10.7 %
     assert max(fixed) <= 0.08
+
+
+def test_the_page_on_estimates_states_the_mean_errors(runs: list[study.Measured]) -> None:
+    found: tuple[list[float], list[float]] = [], []
+    for row in study.rows(runs, constants()):
+        found[study.held_out(row.run)].append(100 * abs(row.errors["allocated"]))
+    fitted, held = (fmean(errors) for errors in found)
+    text = " ".join(Path("docs/explanation/estimates.md").read_text("utf-8").split())
+    assert f"{fitted:.1f} % in the fitted experiments and {held:.1f} % in the other experiments" in text
+
+
+def test_the_guide_on_images_states_the_errors_of_the_image_study() -> None:
+    rows = study.rows(study.read([*Path("results").glob("h?00/founding-images")]), constants())
+    errors = [100 * abs(row.errors["allocated"]) for row in rows]
+    text = " ".join(Path("docs/how-to/images.md").read_text("utf-8").split())
+    assert f"differs from the estimates by {median(errors):.1f} % (median), and by at most {max(errors):.1f} %" in text
 
 
 def test_other_frameworks_and_shared_gpus_are_excluded(runs: list[study.Measured]) -> None:

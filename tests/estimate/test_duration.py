@@ -248,6 +248,14 @@ def test_unseen_methods_and_optimizations_stay_within_bounds(store):
     assert study.spreads(every) == pytest.approx(read_facts("durations.yaml")["spread"], abs=1e-3)
 
 
+def test_the_page_on_estimates_states_the_speed_of_the_hosts():
+    """The fifth machine has 16 cores."""
+    rows = study.text_study(shipped_coefficients())[0]
+    slow = [1 / (1 + row.error) for row in rows if row.bound == "host" and row.run.cpu[1] > 16]
+    text = (study.ROOT / "docs/explanation/estimates.md").read_text("utf-8")
+    assert f"launch-bound steps took {min(slow):.1f} to {max(slow):.1f} times the estimated time" in text
+
+
 def test_the_shipped_coefficients_are_those_of_the_committed_runs(store):
     fitted = study.fitted(store)
     assert {name: term.value for name, term in fitted.items()} == pytest.approx(shipped_coefficients(), rel=1e-3)

@@ -85,6 +85,13 @@ def at_batch_4(name: str, **more: object) -> Experiment:
     return one.model_copy(update={"train": one.train.model_copy(update={"batch_size": 4})})
 
 
+def test_the_range_includes_a_small_context_and_the_unmeasured_memory_of_pairs() -> None:
+    memory, pairs = (estimate_memory(spec(**on), H200) for on in ({}, {"objective": {"name": "dpo"}}))
+    assert memory.device.low - memory.reserved.low < 0.5
+    assert memory.allocated.high < 1.01 * memory.allocated.expected
+    assert pairs.allocated.high > 1.05 * pairs.allocated.expected
+
+
 def test_the_small_recipe_needs_the_sum_of_its_tensors() -> None:
     """7.44 GiB: its tensors followed one by one through a step."""
     assert estimate_memory(at_batch_4("small"), H200).allocated.expected == pytest.approx(7.44, rel=0.03)

@@ -260,6 +260,12 @@ def test_zero_has_a_wider_range() -> None:
     assert zero3.high / zero3.expected == pytest.approx(1.25 * fsdp.high / fsdp.expected, rel=0.001)
 
 
+def test_more_than_two_gpus_have_a_wider_range() -> None:
+    h200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
+    two, four = (estimate_duration(shared("ddp", count), h200).step_s for count in (2, 4))
+    assert four.high / four.expected == pytest.approx(1.15 * two.high / two.expected, rel=0.01)
+
+
 def test_zero3_runs_without_prefetching_are_not_measurements_of_todays_step(tmp_path: Path) -> None:
     """The committed ZeRO-3 run is one, and the estimated range contains it."""
     (path,) = (RESULTS / "several-gpus").glob("qwen3-14b-full-zero3-2gpus-*")
