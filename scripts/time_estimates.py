@@ -175,8 +175,8 @@ def text_study(coefficients: Mapping[str, float]) -> tuple[list[LeftOut], list[L
     """Return the rows of the text study, estimated without and with the runs of other steps on the same host."""
     rows: tuple[list[LeftOut], list[LeftOut]] = [], []
     studies = [RunHistory(None, timed_runs([store])).runs for store in TEXT_STUDY]
-    for run, runs in ((run, runs) for runs in studies for run in runs):
-        for part, rest in zip(rows, ([], [other for other in runs if other.key != run.key]), strict=True):
+    for run, alike in ((each, runs) for runs in studies for each in runs):
+        for part, rest in zip(rows, ([], [other for other in alike if other.key != run.key]), strict=True):
             part.append(LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], RunHistory(None, rest, coefficients))))
     return rows
 
