@@ -154,9 +154,11 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)  # not strict: an open quote takes in all rows
         begin = 2  # the line in which the current row begins
         try:
+            if not reader.fieldnames:
+                raise DataError(f"{path}: is empty; the first line must name the columns")
             for row in reader:
                 if None in row or None in row.values():
-                    wanted = f"must have {len(reader.fieldnames or ())} fields, as the header names"
+                    wanted = f"must have {len(reader.fieldnames)} fields, as the header names"
                     raise DataError(f"{path}, line {reader.line_num}: {wanted}")
                 yield reader.line_num, row
                 begin = reader.line_num + 1
