@@ -42,7 +42,7 @@ def test_lengths_truncation_and_packing_follow_from_the_rows(tmp_path):
     assert sum(document["tokens"]["histogram"]["counts"]) == 4
     text = preview.as_text(document)
     assert "30" in text
-    assert "skipped in a training: about 25.0 % of the samples" in text
+    assert "a training skips about 25.0 % of the samples" in text
     assert f"user: {'a' * 40}" in text
     assert max(map(len, text.splitlines()[:3])) < 200
 
