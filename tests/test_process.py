@@ -5,13 +5,15 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
 from ftbench.core.processes import process_start
-from ftbench.launch import process
+from ftbench.launch import process, trl
 from ftbench.launch.process import run_child, signals
+from ftbench.spec.load import load
 from waiting import eventually
 
 
@@ -290,3 +292,17 @@ def test_kernel_oom_needs_a_kill_and_a_higher_count(run, monkeypatch, counts, co
     remaining = iter(counts)
     monkeypatch.setattr(process, "_kernel_oom_kills", lambda: next(remaining))
     assert run(code, stops=stops).kernel_oom is oom
+
+
+@pytest.mark.parametrize(
+    ("change", "inherited", "setting"),
+    [
+        ("recipe=smallest", {}, "expandable_segments:True"),
+        ("recipe=fastest", {}, None),
+        ("recipe=smallest", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ("recipe=smallest", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_only_weight_offload_changes_the_allocator_and_only_if_the_user_did_not(change, inherited, setting):
+    spec = load(Path(__file__).parents[1] / "configs" / "qwen3-8b-recipes.yaml", [change])
+    assert trl.environment(inherited, spec).get("PYTORCH_CUDA_ALLOC_CONF") == setting
