@@ -317,3 +317,30 @@ try:
 except NotAppliedError as error:
     print(error)
 """
+
+
+def test_offloaded_inputs_are_right_and_their_memory_is_free_although_the_cpu_is_ahead():
+    from torch.utils.checkpoint import checkpoint
+
+    from ftbench.kernels.host_offload import HostTensors
+
+    def layer(inputs):
+        busy()
+        return inputs * inputs.cos()
+
+    def train(function):
+        inputs = torch.linspace(0, 1, 1 << 24, device="cuda", requires_grad=True)  # 64 MiB, as each layer's input
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before, values = torch.cuda.memory_reserved(), inputs
+        for _ in range(12):
+            values = function(layer, values, use_reentrant=False)
+        values.sum().backward()
+        return inputs.grad, (torch.cuda.max_memory_reserved() - before) / inputs.nbytes
+
+    expected, on_device = train(checkpoint)
+    train(HostTensors().around(checkpoint))  # allocates the pinned memory, which waits for the device
+    found, away = train(HostTensors().around(checkpoint))
+    assert torch.equal(found, expected)
+    assert on_device >= 13
+    assert away <= 8

@@ -1,8 +1,12 @@
 """Keep activations for the backward pass in pinned host memory.
 
-The copies run on a separate CUDA stream. A tensor is copied to the host while the next layers compute. When the
+The copies run on a separate CUDA stream. A layer's input is copied to the host while the layer computes. When the
 backward pass reads tensor n, the copy of tensor n - 1 to the device starts. The module uses torch's saved-tensor hooks.
 With non-reentrant checkpointing, autograd only saves a layer's input (torch.utils.checkpoint, `_NoopSaveInputs`).
+
+Each tensor on the device is used and freed on the stream that computes, and this stream waits for the copies. With
+record_stream, the allocator could reuse the memory only after the end of a copy. The CPU starts kernels several layers
+ahead of the device, so the memory of several layers would be unused.
 """
 
 from __future__ import annotations
@@ -21,12 +25,11 @@ class Kept:
     """Host copy of a tensor that autograd saved. `before` refers to the tensor that was saved before this tensor.
     `back` is the copy on the device, or None if this copy has not started."""
 
-    __slots__ = ("__weakref__", "back", "before", "copied", "device", "fetched", "host")
+    __slots__ = ("__weakref__", "back", "before", "device", "fetched", "host")
 
     def __init__(self, host: torch.Tensor, device: torch.device, before: weakref.ref[Kept] | None) -> None:
         self.host, self.device, self.before = host, device, before
         self.back: torch.Tensor | None = None
-        self.copied: Any = None  # event: the copy to the host is complete
         self.fetched: Any = None  # event: the copy to the device is complete
 
 
@@ -38,13 +41,18 @@ class HostTensors:
         self.moved = self.moved_bytes = self.fetched = 0
         self._streams: dict[torch.device, Any] = {}
         self._last: weakref.ref[Kept] | None = None
+        self._leaving: list[tuple[torch.Tensor, Any]] = []  # (tensor, event: its copy to the host is complete)
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a wrapped `function`. The tensors that autograd saves during a call are kept on the host."""
 
         def keeping(*args: Any, **kwargs: Any) -> Any:
             with saved_tensors_hooks(self._pack, self._unpack):
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            for tensor, copied in self._leaving:
+                torch.cuda.current_stream(tensor.device).wait_event(copied)
+            self._leaving.clear()
+            return result
 
         return keeping
 
@@ -59,8 +67,7 @@ class HostTensors:
             stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(stream):
                 host.copy_(tensor, non_blocking=True)
-                kept.copied = stream.record_event()
-            tensor.record_stream(stream)  # the allocator must not reuse the memory before the copy is complete
+                self._leaving.append((tensor, stream.record_event()))
         else:
             host.copy_(tensor)
         self._last = weakref.ref(kept)
@@ -77,9 +84,7 @@ class HostTensors:
         assert tensor is not None
         self.fetched += 1
         if kept.device.type == "cuda":
-            current = torch.cuda.current_stream(kept.device)
-            current.wait_event(kept.fetched)
-            tensor.record_stream(current)
+            torch.cuda.current_stream(kept.device).wait_event(kept.fetched)
             before = kept.before() if kept.before is not None else None
             if before is not None and before.back is None:
                 self._fetch(before)
@@ -91,9 +96,10 @@ class HostTensors:
             kept.back = kept.host.clone()
             return
         stream = self._stream(kept.device)
+        kept.back = torch.empty_like(kept.host, device=kept.device)
+        stream.wait_stream(torch.cuda.current_stream(kept.device))  # earlier work may still use this memory
         with torch.cuda.stream(stream):
-            stream.wait_event(kept.copied)
-            kept.back = kept.host.to(kept.device, non_blocking=True)
+            kept.back.copy_(kept.host, non_blocking=True)
             kept.fetched = stream.record_event()
 
     def _stream(self, device: torch.device) -> Any:
