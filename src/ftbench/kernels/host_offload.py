@@ -23,13 +23,14 @@ _SMALL = 1 << 20  # bytes; smaller tensors stay on the GPU, because copying them
 
 class Kept:
     """Host copy of a tensor that autograd saved. `before` refers to the tensor that was saved before this tensor.
-    `back` is the copy on the device, or None if this copy has not started."""
+    `back` is the copy on the device, or None if it has no memory yet."""
 
-    __slots__ = ("__weakref__", "back", "before", "device", "fetched", "host")
+    __slots__ = ("__weakref__", "back", "before", "device", "fetched", "free", "host")
 
     def __init__(self, host: torch.Tensor, device: torch.device, before: weakref.ref[Kept] | None) -> None:
         self.host, self.device, self.before = host, device, before
         self.back: torch.Tensor | None = None
+        self.free: Any = None  # event: the device has finished the earlier work that used the memory of `back`
         self.fetched: Any = None  # event: the copy to the device is complete
 
 
@@ -78,29 +79,36 @@ class HostTensors:
     def _unpack(self, kept: torch.Tensor | Kept) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
-        if kept.back is None:
-            self._fetch(kept)
-        tensor, kept.back = kept.back, None
+        self._fetch(kept)
+        tensor, fetched, kept.back, kept.fetched = kept.back, kept.fetched, None, None
         assert tensor is not None
         self.fetched += 1
         if kept.device.type == "cuda":
-            torch.cuda.current_stream(kept.device).wait_event(kept.fetched)
-            before = kept.before() if kept.before is not None else None
-            if before is not None and before.back is None:
+            torch.cuda.current_stream(kept.device).wait_event(fetched)
+            if before := kept.before and kept.before():
                 self._fetch(before)
+                if earliest := before.before and before.before():
+                    self._reserve(earliest)
         return tensor
+
+    def _reserve(self, kept: Kept) -> None:
+        """Allocate the device memory of a copy. Earlier work on the device may still use this memory until
+        `kept.free`."""
+        if kept.back is None:
+            kept.back = torch.empty_like(kept.host, device=kept.device)
+            kept.free = torch.cuda.current_stream(kept.device).record_event()
 
     def _fetch(self, kept: Kept) -> None:
         """Start to copy `kept.host` back to the device. The event `kept.fetched` marks the end of the copy."""
         if kept.device.type != "cuda":
             kept.back = kept.host.clone()
-            return
-        stream = self._stream(kept.device)
-        kept.back = torch.empty_like(kept.host, device=kept.device)
-        stream.wait_stream(torch.cuda.current_stream(kept.device))  # earlier work may still use this memory
-        with torch.cuda.stream(stream):
-            kept.back.copy_(kept.host, non_blocking=True)
-            kept.fetched = stream.record_event()
+        elif kept.fetched is None:
+            self._reserve(kept)
+            stream = self._stream(kept.device)
+            stream.wait_event(kept.free)
+            with torch.cuda.stream(stream):
+                kept.back.copy_(kept.host, non_blocking=True)
+                kept.fetched = stream.record_event()
 
     def _stream(self, device: torch.device) -> Any:
         if device not in self._streams:
