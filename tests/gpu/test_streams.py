@@ -343,4 +343,4 @@ def test_offloaded_inputs_are_right_and_their_memory_is_free_although_the_cpu_is
     found, away = train(HostTensors().around(checkpoint))
     assert torch.equal(found, expected)
     assert on_device >= 13
-    assert away <= 8
+    assert away < 10  # not one buffer for each of the 12 layers
