@@ -245,16 +245,23 @@ def test_the_notes_on_the_image_study_count_later_compilations_and_no_waiting_fo
             assert f"{100 * own / base - 100:+.0f} % (`{name}`)" in notes
 
 
-def test_the_notes_on_the_image_study_state_the_errors_of_the_predictions():
-    notes, images = notes_of("founding-images"), STUDIES["founding-images"]
-    results = ROOT / "results/h200/founding-images"
-    written = [read_json(ROOT / f"results/predictions/images-h200-{number}.json")["written"] for number in (3, 4)]
-    expected, found = images["predictions"]("images-h200", images["CELLS"], results), [[], [], []]
+def predicted_images(card: str, numbers: tuple[int, ...]) -> list[list[dict]]:
+    """Return the predictions and results of the image study, grouped by the prediction files `numbers` of the rounds."""
+    images, results = STUDIES["founding-images"], ROOT / "results" / card / "founding-images"
+    written = [read_json(ROOT / f"results/predictions/images-{card}-{number}.json")["written"] for number in numbers]
+    expected, found = images["predictions"](f"images-{card}", images["CELLS"], results), [[] for _ in range(len(numbers) + 1)]
     for cell in images["CELLS"]:
-        if (runs := cell.runs(results)) and (summary := read_json(runs[-1] / "summary.json"))["state"] == "ok":
-            values = {"step_s": summary["step_time_s"]["median"], "reserved_gb": summary["memory_gb"]["reserved_peak"]}
+        runs = cell.runs(results)
+        if cell.name in expected and (summary := read_json(runs[-1] / "summary.json"))["state"] == "ok":
+            values = {"step_s": summary["step_time_s"]["median"], "reserved_gb": summary["memory_gb"]["reserved_peak"],
+                      "busy": summary["bound"]["gpu_busy"]}  # fmt: skip
             number = sum(read_json(runs[-1] / "state.json")["started_at"] > each for each in written)
-            found[number].append({key: (expected[cell.name][key], value) for key, value in values.items()})
+            found[number].append({key: (expected[cell.name].get(key), value) for key, value in values.items()})
+    return found
+
+
+def test_the_notes_on_the_image_study_state_the_errors_of_the_predictions():
+    notes = notes_of("founding-images")
 
     def errors(part, key):
         return [100 * abs(band["expected"] / value - 1) for band, value in (each[key] for each in part)]
@@ -262,18 +269,30 @@ def test_the_notes_on_the_image_study_state_the_errors_of_the_predictions():
     def inside(part, key):
         return sum(band["low"] <= value <= band["high"] for band, value in (each[key] for each in part))
 
-    first, second, third = found
+    def stated(part, key):
+        return f"{median(errors(part, key)):.1f} % (at most {max(errors(part, key)):.1f} %"
+
+    first, second, third, last = predicted_images("h200", (3, 4, 5))
+    (h100,) = predicted_images("h100", ())
     assert f"The first {len(first)} cells on the H200 were predicted" in notes
     assert f"The median error of the step time was {median(errors(first, 'step_s')):.1f} %. Then" in notes
     assert f"The next {len(second)} cells on the H200" in notes
-    assert f"The last {len(third)} of these 63 cells" in notes
+    assert f"The next {len(third)} cells on the H200" in notes
     for part in (second, third):
         for key, name in (("step_s", "the step time"), ("reserved_gb", "reserved memory")):
-            middle, worst = median(errors(part, key)), max(errors(part, key))
-            assert f"The median error of {name} was {middle:.1f} % (at most {worst:.1f} %)" in notes
+            assert f"The median error of {name} was {stated(part, key)})" in notes
         assert f"{inside(part, 'step_s')} of the {len(part)} times were in their range" in notes
     assert inside(third, "reserved_gb") == len(third)
     assert f"contained {inside(second, 'reserved_gb')} of the {len(second)} values of reserved memory" in notes
+    assert f"The last {len(last)} cells" in notes
+    assert len(h100) == len(last)
+    assert stated(last, "reserved_gb") == stated(h100, "reserved_gb")
+    assert f"The median error of reserved memory was {stated(last, 'reserved_gb')}) on both cards" in notes
+    assert inside(last + h100, "reserved_gb") == len(last + h100)
+    assert f"of the step time was {stated(last, 'step_s')}) on the H200 and {stated(h100, 'step_s')}) on the H100" in notes
+    assert f"{inside(last + h100, 'step_s')} of the {len(last + h100)} times were in their range" in notes
+    busy = [100 * each["busy"][1] for each in last + h100]
+    assert f"worked for {min(busy):.0f} to {max(busy):.0f} % of the time" in notes
 
 
 def test_unsloth_through_ftbench_and_its_plain_script_differ_by_at_most_2_percent():
