@@ -246,10 +246,11 @@ def test_the_notes_on_the_image_study_count_later_compilations_and_no_waiting_fo
 
 
 def predicted_images(card: str, numbers: tuple[int, ...]) -> list[list[dict]]:
-    """Return the predictions and results of the image study, grouped by the prediction files `numbers` of the rounds."""
+    """Return the predictions and results of the image study, grouped by rounds that the files `numbers` end."""
     images, results = STUDIES["founding-images"], ROOT / "results" / card / "founding-images"
     written = [read_json(ROOT / f"results/predictions/images-{card}-{number}.json")["written"] for number in numbers]
-    expected, found = images["predictions"](f"images-{card}", images["CELLS"], results), [[] for _ in range(len(numbers) + 1)]
+    expected = images["predictions"](f"images-{card}", images["CELLS"], results)
+    found: list[list[dict]] = [[] for _ in range(len(numbers) + 1)]
     for cell in images["CELLS"]:
         runs = cell.runs(results)
         if cell.name in expected and (summary := read_json(runs[-1] / "summary.json"))["state"] == "ok":
@@ -289,7 +290,8 @@ def test_the_notes_on_the_image_study_state_the_errors_of_the_predictions():
     assert stated(last, "reserved_gb") == stated(h100, "reserved_gb")
     assert f"The median error of reserved memory was {stated(last, 'reserved_gb')}) on both cards" in notes
     assert inside(last + h100, "reserved_gb") == len(last + h100)
-    assert f"of the step time was {stated(last, 'step_s')}) on the H200 and {stated(h100, 'step_s')}) on the H100" in notes
+    times = f"{stated(last, 'step_s')}) on the H200 and {stated(h100, 'step_s')}) on the H100"
+    assert f"of the step time was {times}" in notes
     assert f"{inside(last + h100, 'step_s')} of the {len(last + h100)} times were in their range" in notes
     busy = [100 * each["busy"][1] for each in last + h100]
     assert f"worked for {min(busy):.0f} to {max(busy):.0f} % of the time" in notes

@@ -108,14 +108,15 @@ def test_eight_bit_products_save_no_extra_input(compiled: bool) -> None:
     )
 
 
-def test_offloaded_checkpoints_leave_two_on_the_device() -> None:
+def test_offloaded_checkpoints_leave_two_on_the_device_and_none_in_the_loss() -> None:
     shape, batch = model("Qwen/Qwen3-8B"), BatchShape(4, 2048, 8188)
 
-    def marks(checkpointing: str) -> float:
+    def marks(checkpointing: str, phase: str) -> float:
         recipe = TrainingPlan(adapter=4, rank=8, targets=EVERYWHERE, checkpointing=checkpointing)  # type: ignore[arg-type]
-        return phases(MemoryCase(shape, recipe, batch))["loss"]["checkpoints"]
+        return phases(MemoryCase(shape, recipe, batch))[phase]["checkpoints"]
 
-    assert marks("offload") * 18 == marks("full")
+    assert marks("offload", "forward") * 18 == marks("full", "forward")
+    assert marks("offload", "loss") == 0.0
 
 
 def test_a_compiled_chunked_loss_has_no_float32_logits() -> None:

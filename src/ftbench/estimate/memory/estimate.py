@@ -13,7 +13,7 @@ from ftbench.estimate.memory import ends
 from ftbench.estimate.memory.longer import longer_batches
 from ftbench.estimate.memory.phases import GATHERED, MemoryCase, Parts, checkpoints_on_host, peak, phases
 from ftbench.estimate.memory.share import free_in_other_streams, offloaded
-from ftbench.estimate.memory.weights import fetched_head, kept_by, on_host, optimizer_state, paged_state
+from ftbench.estimate.memory.weights import kept_by, on_host, optimizer_state, paged_state
 from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.model import check_modelled, is_rough, shape_of
 from ftbench.estimate.workload.plan import plan_of
@@ -40,6 +40,7 @@ CONTEXT_MORE = 0.2  # GiB by which a context may exceed the median of the runs, 
 NCCL, NCCL_MORE = 0.9, 1.0
 HOST = 1.9  # GiB of host memory of a run without offloading: the median of 193 runs in results/h200 (1.6 to 2.3)
 POOL_LEAST = 0.025  # in every run, the pool may be larger than the tensors by this share
+STREAMED = 0.2  # GiB that stay unused with weight_offload: 0.1 to 0.4 in results/h200/records since 2026-11-28T1711
 SEGMENTS = 0.1  # GiB that stay unused in the pool's segments of 2 and 20 MiB, even with small models
 
 
@@ -210,8 +211,7 @@ def _tiers(
     allocated = Band(lowest * (1 - below), at_peak, highest * (1 + spread))
     basis = slack_basis(case, named)
     held = sum(getattr(known, name) * amount for name, amount in basis.items())
-    held += (1 + case.plan.full) * fetched_head(case.model, case.plan) / GIB  # see `fetched_head`
-    held += GRAPH_POOL * at_peak * case.plan.graphed
+    held += STREAMED * case.plan.streamed + GRAPH_POOL * at_peak * case.plan.graphed
     widest = 3 if case.plan.compiled else 2  # measured: pools with compiled layers were 0.5 to 2.4 GiB larger
     left, share = _not_reused(case, named, phase, basis), known.pool_range
     beyond = max(widest * held, left, POOL_LEAST * at_peak, SEGMENTS)
@@ -222,8 +222,7 @@ def _tiers(
     outside = known.context_gib + paged_state(*kept_by(case.model, case.plan)) / GIB + (NCCL if several else 0)
     more = CONTEXT_MORE + (NCCL_MORE if several else 0)
     device = Band(
-        reserved.low + outside - share * max(0.0, outside - CONTEXT_LEAST), reserved.expected + outside,
-        reserved.high + outside + share * more,
+        reserved.low + min(outside, CONTEXT_LEAST), reserved.expected + outside, reserved.high + outside + share * more,
     )  # fmt: skip
     apart = free_in_other_streams(case.model, case.plan, case.sharding, named[phase].get("gradients", 0.0)) / GIB
     apart += longer_batches(case, basis["varying_share"] * (1 + known.varying_share))

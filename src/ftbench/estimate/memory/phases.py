@@ -184,6 +184,7 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
     tensor = case.sharding.tensor > 1  # tensor parallelism reads full matrices before it splits them
     back, end = base | {GATHERED: whole.backward}, base | {GATHERED: whole.end}
     head = {"head": weights.fetched_head(model, kept)}
+    away = {"checkpoints": 0.0} if plan.checkpointing == "offload" else {}  # between the two passes
     held, first = held | {"images": encoded}, first | {"images": encoded}
     named = {
         "load": {
@@ -192,7 +193,7 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
         },
         "forward, images": base | {"images": encoded, "one layer": read},
         "forward": base | held | head | {"images": encoded + shown, "one layer": acts.forward_peak + stream},
-        "loss": base | held | head | {
+        "loss": base | held | away | head | {
             GATHERED: whole.loss, "activations": acts.kept - acts.away, "hidden states": tail, "logits": final,
         },
         "backward, last layer": back | held | gradients | {"one layer": acts.again + acts.peak},
@@ -204,7 +205,7 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
     waiting = (acts.kept + acts.marks + tail * (model.vocab != 0)) * case.sharding.waiting
     for phase in ("forward", "loss", "backward, last layer"):
         named[phase] = named[phase] | {"other micro-batches": waiting}
-    return _stepped_in_backward(case, named, held | {"hidden states": tail}) if plan.in_backward else named
+    return _stepped_in_backward(case, named, held | away | {"hidden states": tail}) if plan.in_backward else named
 
 
 def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts) -> dict[str, Parts]:

@@ -57,9 +57,7 @@ def matrices(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fetched_head(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the GPU bytes of the LM head if weight_offload copies the head to the GPU for the chunked loss.
-
-    The copy is freed, but its block is split. Therefore the scaled gradient of a trained head needs another block."""
+    """Return the GPU bytes of the LM head if weight_offload copies the head to the GPU for the chunked loss."""
     there = plan.streamed and plan.loss == "chunked"
     return float(model.vocab * model.hidden * plan.upcast) if there else 0.0
 
