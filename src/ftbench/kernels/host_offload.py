@@ -88,22 +88,19 @@ class HostTensors:
             if before := kept.before and kept.before():
                 self._fetch(before)
                 if earliest := before.before and before.before():
-                    self._reserve(earliest)
+                    self._fetch(earliest, start=False)
         return tensor
 
-    def _reserve(self, kept: Kept) -> None:
-        """Allocate the device memory of a copy. Earlier work on the device may still use this memory until
-        `kept.free`."""
+    def _fetch(self, kept: Kept, start: bool = True) -> None:
+        """Allocate the copy on the device, and start to copy if `start` is on. Earlier work on the device may use the
+        memory of the copy until the event `kept.free`. The event `kept.fetched` marks the end of the copy."""
+        if kept.device.type != "cuda":
+            kept.back = kept.host.clone()
+            return
         if kept.back is None:
             kept.back = torch.empty_like(kept.host, device=kept.device)
             kept.free = torch.cuda.current_stream(kept.device).record_event()
-
-    def _fetch(self, kept: Kept) -> None:
-        """Start to copy `kept.host` back to the device. The event `kept.fetched` marks the end of the copy."""
-        if kept.device.type != "cuda":
-            kept.back = kept.host.clone()
-        elif kept.fetched is None:
-            self._reserve(kept)
+        if start and kept.fetched is None:
             stream = self._stream(kept.device)
             stream.wait_event(kept.free)
             with torch.cuda.stream(stream):
