@@ -6,10 +6,12 @@ import re
 import runpy
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from ftbench.profile.work import group_of_kernel
 from ftbench.report.build import Request, report
 from ftbench.spec.experiment import resolve
 from ftbench.spec.load import load
@@ -164,3 +166,56 @@ def test_a_sitting_that_was_cut_after_a_round_does_not_replace_a_complete_one(tm
     assert RECORDS["latest"](tmp_path) == tmp_path / "complete"
     shutil.rmtree(tmp_path / "complete")
     assert RECORDS["latest"](tmp_path) == tmp_path / "cut"
+
+
+GROUPS = ("matmul", "attention", "norm/elementwise", "quantise/dequantise", "optimizer")
+GOALS = {
+    "fastest": 18_000, "fastest-fp8": 26_000, "fastest-full": 12_600, "full-fp8": 16_000, "fastest-qlora": 16_500,
+    "moe-fastest": 26_000, "moe-experts": 21_500, "oss-fastest": 29_000, "oss-experts": 26_000,
+    "images-fastest": 6.0, "images-fastest-fp8": 8.5, "short-fastest": 17_500, "smallest": 9_000,
+}  # fmt: skip
+
+
+def profile_rows() -> list[str]:
+    """Return the rows of docs/evidence/profiles.md: milliseconds of GPU work per step, by group of kernels."""
+    results = ROOT / "results/h200"
+    reached: dict[str, tuple[int, str]] = {}
+    for folder in RECORDS["sittings"](results / "records"):
+        for name, columns in RECORDS["lines"](folder):
+            if (rounds := int(columns[1][0])) >= reached.get(name, (0, ""))[0]:
+                reached[name] = rounds, columns[2]
+    rows = []
+    for name, goal in GOALS.items():
+        (file,) = (results / "records-profiles" / name).glob("*/profile/kernels.json")
+        found = read_json(file)
+        times: Counter[str] = Counter()
+        for kernel in found["kernels"]:  # these runs counted fused kernels as products
+            own = group_of_kernel(kernel["name"])
+            times[own if kernel["group"] == "matmul" else kernel["group"]] += kernel["time_ms"] / found["steps"]
+        others = sum(value for group, value in times.items() if group not in GROUPS)
+        amounts = [found["step_ms"]["before"], *(times.get(group, 0.0) for group in GROUPS), others]
+        busy = f"{100 * found['busy_share_unprofiled']:.0f} %"
+        label = RECORDS["LABELS"].get(name, f"`{name}`").removesuffix(" (images/s)")
+        cells = [label, f"{goal:,}", reached[name][1], *(f"{amount:.0f}" for amount in amounts), busy]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def test_the_page_on_profiles_states_the_committed_profiles():
+    page = (ROOT / "docs/evidence/profiles.md").read_text("utf-8")
+    assert "\n".join(profile_rows()) in page
+
+    def share(name: str, *words: str) -> tuple[float, float]:
+        (file,) = (ROOT / "results/h200/records-profiles" / name).glob("*/profile/kernels.json")
+        kernels = read_json(file)["kernels"]
+        found = sum(each["time_ms"] for each in kernels if any(word in each["name"] for word in words))
+        return found / 3, 100 * found / sum(each["time_ms"] for each in kernels)
+
+    for recipe in ("fastest", "fastest-full"):
+        assert f"- `{recipe}`: {share(recipe, 'nvjet')[1]:.0f} %" in page
+    assert f"one compiled kernel takes {share('full-fp8', 'triton_per_fused__scaled_mm')[0]:.0f} ms" in page
+    assert f"dequantizes the weights in both passes ({share('fastest-qlora', 'kDequantize')[0]:.0f} ms)" in page
+    summed = share("moe-fastest", "triton_per_fused__to_copy_add_index")[0]
+    assert f"sum of each token's eight experts takes {summed:.0f} ms" in " ".join(page.split())
+    for name in ("moe-fastest", "oss-fastest"):
+        assert f"that mask or scatter rows of experts take {share(name, 'masked_fill', 'index_put')[0]:.0f} ms" in page

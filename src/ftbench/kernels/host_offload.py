@@ -4,15 +4,15 @@ The copies run on a separate CUDA stream. A layer's input is copied to the host 
 backward pass reads tensor n, the copy of tensor n - 1 to the device starts. The module uses torch's saved-tensor hooks.
 With non-reentrant checkpointing, autograd only saves a layer's input (torch.utils.checkpoint, `_NoopSaveInputs`).
 
-Each tensor on the device is used and freed on the stream that computes, and this stream waits for the copies. With
-record_stream, the allocator could reuse the memory only after the end of a copy. The CPU starts kernels several layers
-ahead of the device, so the memory of several layers would be unused.
+The stream that computes also frees each tensor, after it has waited for the copy. With record_stream, memory would be
+free too late: when the CPU, which starts kernels several layers ahead, learns that the copy has ended.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class HostTensors:
 
     def __init__(self) -> None:
         self.moved = self.moved_bytes = self.fetched = 0
-        self._streams: dict[torch.device, Any] = {}
+        self._stream = cache(torch.cuda.Stream)  # a stream per device
         self._last: weakref.ref[Kept] | None = None
         self._leaving: list[tuple[torch.Tensor, Any]] = []  # (tensor, event: its copy to the host is complete)
 
@@ -106,8 +106,3 @@ class HostTensors:
             with torch.cuda.stream(stream):
                 kept.back.copy_(kept.host, non_blocking=True)
                 kept.fetched = stream.record_event()
-
-    def _stream(self, device: torch.device) -> Any:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]

@@ -48,8 +48,10 @@ _UNAMBIGUOUS: tuple[tuple[str, str], ...] = (
     ),
     (
         MATMUL,
-        r"nvjet|gemm(?!a)|gemv|cutlass|xmma|splitKreduce|cublas|wgmma|matmul|_mm_|_mm\b|_bmm|_addmm|mmt?_kernel|"
-        r"grouped_mm|\bmarlin|conv(olve|2d|1d)|dot_kernel|triton_tem_fused|w8a8_block|_routed_|grouped_(wgrad|kernel)",
+        # Inductor names a pointwise kernel or a reduction after all operators before and after it.
+        r"^(?!triton_(poi|red|per|for)_).*(nvjet|gemm(?!a)|gemv|cutlass|xmma|splitKreduce|cublas|wgmma|matmul|_mm_|_mm\b|"
+        r"_bmm|_addmm|mmt?_kernel|grouped_mm|\bmarlin|conv(olve|2d|1d)|dot_kernel|triton_tem_fused|w8a8_block|_routed_|"
+        r"grouped_(wgrad|kernel))",
     ),
 )  # fmt: skip
 # Kernels that any part of a step may launch. Their group depends on the caller.
