@@ -219,3 +219,32 @@ def test_the_page_on_profiles_states_the_committed_profiles():
     assert f"sum of each token's eight experts takes {summed:.0f} ms" in " ".join(page.split())
     for name in ("moe-fastest", "oss-fastest"):
         assert f"that mask or scatter rows of experts take {share(name, 'masked_fill', 'index_put')[0]:.0f} ms" in page
+
+
+def test_the_page_on_profiles_states_the_power_limit_the_clocks_and_the_effects_of_changes():
+    page, results = (ROOT / "docs/evidence/profiles.md").read_text("utf-8"), ROOT / "results/h200"
+    clocks: dict[bool, list[float]] = {False: [], True: []}
+    for name in GOALS:
+        for file in (results / "records").glob(f"2026-11-2*/{name}/*/summary.json"):
+            if file.parts[-4] >= "2026-11-27T13":
+                bound = read_json(file)["bound"]
+                assert bound["power_capped"] > 0.9
+                clocks[name.startswith(("moe", "oss", "smallest"))].append(bound["sm_clock_mhz"])
+    others, experts = (f"{min(each):,.0f} to {max(each):,.0f}" for each in ([10 * round(one / 10) for one in some]
+                       for some in clocks.values()))  # fmt: skip
+    text = " ".join(page.split())
+    assert "In all rows, the card is at its power limit of 700 W" in text
+    assert f"from 1,980 MHz to {others} MHz, or to {experts} MHz with experts and `smallest`" in text
+
+    def median(folder: Path, *keys: str) -> float:
+        found = sorted(read_json(file)[keys[0]][keys[1]] for file in folder.glob("*/summary.json"))
+        return found[len(found) // 2]
+
+    for kernels, base in (("kernels", "base"), ("kernels-fp8", "fp8")):
+        steps = [median(results / "images-kernels" / each, "step_time_s", "median") for each in (kernels, base)]
+        assert round(100 * (1 - steps[0] / steps[1])) == 4
+    assert "likely 4 % less time per step, in 16 bits and with fp8" in page
+    new, old = sorted((results / "records").glob("*/smallest-full"), reverse=True)[::2]
+    device, speed = ([median(each, *key) for each in (new, old)]
+                     for key in (("memory_gb", "device_peak"), ("tokens_per_s", "real")))  # fmt: skip
+    assert f"{device[0]:.2f} instead of {device[1]:.2f} GiB, but {speed[0]:,.0f} instead of {speed[1]:,.0f} tok" in page

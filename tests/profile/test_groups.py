@@ -47,6 +47,7 @@ NAMES = {
         "triton_poi_fused_mul_silu_4",
         "triton_poi_fused__grouped_mm_add_cat_mul_silu_silu_backward_4",
         "triton_red_fused__grouped_mm__to_copy_index_put_mul_new_zeros_sum_3",
+        "triton_poi_fused__scaled_dot_product_cudnn_attention_backward__unsafe_view_add_transpose_view_6",
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2",
         "triton_per_fused__to_copy_add_mul_sum_11",
         "_rms_layernorm_forward", "_rms_layernorm_backward", "_rope_embedding_QK", "_fg_kernel", "_DWf_DW_dfg_kernel",

@@ -29,7 +29,7 @@ from ftbench.errors import SpecError
 from ftbench.estimate.memory import ends
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.workload.plan import TrainingPlan
-from ftbench.kernels.host_offload import HostTensors
+from ftbench.kernels.host_offload import HostTensors, Kept
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import machine_incompatibilities
 from ftbench.store.rundir import read_json, write_json
@@ -565,6 +565,23 @@ def test_offloaded_layer_keeps_nothing_on_the_device(model):
     assert kept[0] - kept[1] == 2 * layers  # saved inside the layers, invisible to the outer hooks
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
+
+
+def test_copies_that_nothing_reads_and_failed_calls_do_not_keep_or_overwrite_memory(monkeypatch):
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(wait_event=waited.append))
+    memory, kept = HostTensors(), Kept(torch.ones(1), torch.device("cpu"), None)
+    kept.fetched = "copy to the device"
+    del kept
+    assert waited == ["copy to the device"]
+
+    def fail():
+        memory._leaving.append((torch.ones(1), "copy to the host"))
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        memory.around(fail)()
+    assert (waited[1:], memory._leaving) == (["copy to the host"], [])
 
 
 def test_model_without_a_fused_loss_in_liger_is_an_error_with_a_fix(monkeypatch):

@@ -99,6 +99,7 @@ class TooEarly(WeightStream):
 def test_losses_gradients_and_adapters_equal_those_on_the_device(trained, monkeypatch, name):
     """The estimate counts the same weights, and a layer's weights are read only in its turn."""
     monkeypatch.setattr(fused_lora, "_group", lambda layers, spec: fused_lora.AdaptersOnlyGroup(layers, torch.float32))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     there, away = (trained(on, **RECIPES[name]) for on in ({"gradient_checkpointing": True}, ON))
     assert figures(away) == figures(there)
     assert figures(away)[0][1:] != figures(away)[-1][1:]
@@ -108,6 +109,7 @@ def test_losses_gradients_and_adapters_equal_those_on_the_device(trained, monkey
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     applied = read_json(away.applied)
     assert applied["weights_on_host_gb"] > applied["weight_buffers_gb"] > 0
+    assert applied["allocator"] == "expandable_segments:True"
     assert applied["weights_moved_gb"] > applied["weight_buffers_gb"]
     assert "weights_on_host_gb" not in read_json(there.applied)
     spec = Experiment.model_validate(read_json(away.spec_json))

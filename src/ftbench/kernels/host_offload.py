@@ -22,16 +22,19 @@ _SMALL = 1 << 20  # bytes; smaller tensors stay on the GPU, because copying them
 
 
 class Kept:
-    """Host copy of a tensor that autograd saved. `before` refers to the tensor that was saved before this tensor.
-    `back` is the copy on the device, or None if it has no memory yet."""
+    """Host copy of a tensor that autograd saved. `before` refers to the tensor that was saved before this tensor."""
 
     __slots__ = ("__weakref__", "back", "before", "device", "fetched", "free", "host")
 
     def __init__(self, host: torch.Tensor, device: torch.device, before: weakref.ref[Kept] | None) -> None:
         self.host, self.device, self.before = host, device, before
-        self.back: torch.Tensor | None = None
+        self.back: Any = None  # copy on the device, or None if it has no memory yet
         self.free: Any = None  # event: the device has finished the earlier work that used the memory of `back`
         self.fetched: Any = None  # event: the copy to the device is complete
+
+    def __del__(self) -> None:
+        if self.fetched is not None:  # nothing read the copy, and later work may reuse its memory
+            torch.cuda.current_stream(self.device).wait_event(self.fetched)
 
 
 class HostTensors:
@@ -48,12 +51,13 @@ class HostTensors:
         """Return a wrapped `function`. The tensors that autograd saves during a call are kept on the host."""
 
         def keeping(*args: Any, **kwargs: Any) -> Any:
-            with saved_tensors_hooks(self._pack, self._unpack):
-                result = function(*args, **kwargs)
-            for tensor, copied in self._leaving:
-                torch.cuda.current_stream(tensor.device).wait_event(copied)
-            self._leaving.clear()
-            return result
+            try:
+                with saved_tensors_hooks(self._pack, self._unpack):
+                    return function(*args, **kwargs)
+            finally:
+                while self._leaving:
+                    tensor, copied = self._leaving.pop()
+                    torch.cuda.current_stream(tensor.device).wait_event(copied)
 
         return keeping
 
@@ -79,24 +83,20 @@ class HostTensors:
     def _unpack(self, kept: torch.Tensor | Kept) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
-        self._fetch(kept)
-        tensor, fetched, kept.back, kept.fetched = kept.back, kept.fetched, None, None
-        assert tensor is not None
         self.fetched += 1
-        if kept.device.type == "cuda":
-            torch.cuda.current_stream(kept.device).wait_event(fetched)
-            if before := kept.before and kept.before():
-                self._fetch(before)
-                if earliest := before.before and before.before():
-                    self._fetch(earliest, start=False)
+        if kept.device.type != "cuda":
+            return kept.host.clone()
+        self._fetch(kept)
+        torch.cuda.current_stream(kept.device).wait_event(kept.fetched)
+        tensor, kept.back, kept.fetched = kept.back, None, None
+        if before := kept.before and kept.before():
+            self._fetch(before)
+            if earliest := before.before and before.before():
+                self._fetch(earliest, start=False)
         return tensor
 
     def _fetch(self, kept: Kept, start: bool = True) -> None:
-        """Allocate the copy on the device, and start to copy if `start` is on. Earlier work on the device may use the
-        memory of the copy until the event `kept.free`. The event `kept.fetched` marks the end of the copy."""
-        if kept.device.type != "cuda":
-            kept.back = kept.host.clone()
-            return
+        """Allocate the copy on the device (earlier work may use its memory until `kept.free`). `start`: copy now."""
         if kept.back is None:
             kept.back = torch.empty_like(kept.host, device=kept.device)
             kept.free = torch.cuda.current_stream(kept.device).record_event()

@@ -20,6 +20,7 @@ MATMUL, ATTENTION, NORM, QUANTISE = "matmul", "attention", "norm/elementwise", "
 OPTIMIZER, LOSS, COMMUNICATION, COPY, OTHER = "optimizer", "loss", "communication", "memory copy", "other"
 GROUPS = (MATMUL, ATTENTION, NORM, QUANTISE, OPTIMIZER, LOSS, COMMUNICATION, COPY, OTHER)
 
+_ONE_OPERATOR = r"^(?!triton_(poi|red|per|for)_).*"  # Inductor names those also after the operators before and after
 # Unambiguous names. Attention comes before matmul, because attention kernels use CUTLASS too. The loss comes before
 # quantization, because compiled loss kernels clamp and copy.
 _UNAMBIGUOUS: tuple[tuple[str, str], ...] = (
@@ -27,8 +28,8 @@ _UNAMBIGUOUS: tuple[tuple[str, str], ...] = (
     (COPY, r"^Mem(cpy|set)\b"),
     (
         ATTENTION,
-        r"flash_(fwd|bwd)|flash_?attn|FlashAttn|fmha|sdpa|mem_eff|attention|_attn_(fwd|bwd)|AttentionKernel|"
-        r"AttentionBackwardKernel|softmax_dropout|varlen_(fwd|bwd)|^_lh_(fwd|bwd)",
+        rf"{_ONE_OPERATOR}(flash_(fwd|bwd)|flash_?attn|FlashAttn|fmha|sdpa|mem_eff|attention|_attn_(fwd|bwd)|"
+        r"AttentionKernel|AttentionBackwardKernel|softmax_dropout|varlen_(fwd|bwd)|\b_lh_(fwd|bwd))",
     ),
     (
         LOSS,
@@ -48,8 +49,7 @@ _UNAMBIGUOUS: tuple[tuple[str, str], ...] = (
     ),
     (
         MATMUL,
-        # Inductor names a pointwise kernel or a reduction after all operators before and after it.
-        r"^(?!triton_(poi|red|per|for)_).*(nvjet|gemm(?!a)|gemv|cutlass|xmma|splitKreduce|cublas|wgmma|matmul|_mm_|_mm\b|"
+        rf"{_ONE_OPERATOR}(nvjet|gemm(?!a)|gemv|cutlass|xmma|splitKreduce|cublas|wgmma|matmul|_mm_|_mm\b|"
         r"_bmm|_addmm|mmt?_kernel|grouped_mm|\bmarlin|conv(olve|2d|1d)|dot_kernel|triton_tem_fused|w8a8_block|_routed_|"
         r"grouped_(wgrad|kernel))",
     ),

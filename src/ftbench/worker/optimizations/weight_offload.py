@@ -3,6 +3,7 @@ are copied to the device before the layer computes (`kernels/weight_stream.py`).
 the device reads single rows of the embedding. The chunked loss copies the head to the device. Trained layers are copied
 back after their update in the backward pass. The optimizer updates a trained embedding and head in host memory."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -109,11 +110,11 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
-    """Return the GiB of weights on the host, the GiB of buffers on the device, and the GiB copied so far."""
-    stream = getattr(decoder(model), _STREAM, None)
-    if stream is None:
+    """Return the GiB of weights on the host, of buffers on the device and copied so far, and the allocator setting."""
+    if (stream := getattr(decoder(model), _STREAM, None)) is None:
         return {}
     return {
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF")),
         "weights_on_host_gb": stream.copies.held / GIB,
         "weight_buffers_gb": sum(buffer.nbytes for buffer in stream.buffers) / GIB,
         "weights_moved_gb": stream.copies.bytes / GIB,
