@@ -343,8 +343,8 @@ memory, the logits of small batches (`results/h200/launch-bound`), and the gradi
 This page excludes {some(len(older), "older run")}: {", ".join(older)}. In these runs, the chunked loss computed
 the logits twice (`chunked (ftbench)` in applied.json). The current chunked loss computes the logits once. Another older
 run with `chunked_loss`, {PROFILED}, kept the gradient of one chunk together with the logits of the next chunk (0.58 GiB
-with 2,048 tokens of Qwen3). The estimate of this run is too low by 0.58 GiB. Of older
-runs with `gradient_checkpointing: offload`, only allocated memory is compared: they kept free memory for too long.
+with 2,048 tokens of Qwen3). The estimate of this run is too low by 0.58 GiB. Older runs with
+`gradient_checkpointing: offload` kept free memory for too long, so this page compares only their allocated memory.
 
 The ranges of the estimates were fitted to contain 90 % of the fitted runs. The last column of the table shows the share
 of runs whose measured memory is inside the range. The bias is the mean of the signed errors: a positive bias means that

@@ -108,7 +108,7 @@ def test_eight_bit_products_save_no_extra_input(compiled: bool) -> None:
     )
 
 
-def test_offloaded_checkpoints_leave_two_on_the_device_and_none_in_the_loss() -> None:
+def test_offloaded_checkpoints_leave_two_or_three_on_the_device_and_none_in_the_loss() -> None:
     shape, batch = model("Qwen/Qwen3-8B"), BatchShape(4, 2048, 8188)
 
     def marks(checkpointing: str, phase: str) -> float:
@@ -117,6 +117,7 @@ def test_offloaded_checkpoints_leave_two_on_the_device_and_none_in_the_loss() ->
 
     assert marks("offload", "forward") * 18 == marks("full", "forward")
     assert marks("offload", "loss") == 0.0
+    assert marks("offload", "backward, last layer") * 12 == marks("full", "backward, last layer")
 
 
 def test_a_compiled_chunked_loss_has_no_float32_logits() -> None:

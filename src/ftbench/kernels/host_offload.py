@@ -96,7 +96,7 @@ class HostTensors:
         return tensor
 
     def _fetch(self, kept: Kept, start: bool = True) -> None:
-        """Allocate the copy on the device (earlier work may use its memory until `kept.free`). `start`: copy now."""
+        """Allocate memory for the copy (earlier work may use it until the event `kept.free`), and `start` to copy."""
         if kept.back is None:
             kept.back = torch.empty_like(kept.host, device=kept.device)
             kept.free = torch.cuda.current_stream(kept.device).record_event()

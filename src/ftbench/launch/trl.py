@@ -55,7 +55,7 @@ def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str
     """Return the environment variables for the worker.
 
     Only the requested GPUs are visible. Otherwise, transformers would train on all GPUs with nn.DataParallel. GPUs have
-    the same numbers as in nvidia-smi. Telemetry and logging services are off. With weight_offload, blocks can grow.
+    the same numbers as in nvidia-smi. Telemetry and logging are off. With weight_offload, the allocator extends blocks.
     """
     foreign = (*ranks.VARIABLES, *(ranks.MEETING if spec.launch.nodes == 1 else ()))
     env = {name: value for name, value in inherited.items() if name not in foreign}

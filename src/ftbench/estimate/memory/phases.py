@@ -110,7 +110,7 @@ def _activations(case: MemoryCase, plan: TrainingPlan) -> _Activations:
     if plan.stream == layer.FLOAT:  # the first norm saves a float32 checkpoint as its input, without a copy
         shared = float(plan.stream * model.hidden * batch.tokens)
     marks, away = (len(keeps) - sum(keeps) - frozen) * mark, 0.0
-    if plan.checkpointing == "offload":  # two inputs are on the GPU: one is copied or used, and the next one
+    if plan.checkpointing == "offload":  # the forward pass has two inputs on the GPU: one is copied, and the next one
         marks = min(2, len(keeps)) * mark
     kept = sum(saved[kind] for kind, keep in zip(model.order, keeps, strict=True) if keep)
     if plan.offload:
@@ -177,14 +177,15 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
     if plan.full and part.gathered and part.keeper == "deepspeed":  # the embedding's gradient before it is sharded
         twice += plan.compute * model.parameters["embedding"]
     made = top if part.holds_gradients or not case.keeps_gradients else 0.0
+    away = {"checkpoints": 0.0} if plan.checkpointing == "offload" else {}  # between the two passes
     gradients = {"gradients": base["gradients"] + made}
+    gradients |= {"checkpoints": acts.marks + acts.first_mark} if away else {}  # three inputs (kernels/host_offload.py)
     left, step = share.update(model, kept, part)
     shown, encoded, read, remade = _of_images(case)
     whole = share.gathered(model, kept, part)
     tensor = case.sharding.tensor > 1  # tensor parallelism reads full matrices before it splits them
     back, end = base | {GATHERED: whole.backward}, base | {GATHERED: whole.end}
     head = {"head": weights.fetched_head(model, kept)}
-    away = {"checkpoints": 0.0} if plan.checkpointing == "offload" else {}  # between the two passes
     held, first = held | {"images": encoded}, first | {"images": encoded}
     named = {
         "load": {
