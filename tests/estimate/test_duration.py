@@ -32,7 +32,7 @@ from ftbench.estimate.time.duration import (
     estimate_duration,
     host_slowdown,
 )
-from ftbench.estimate.time.history import RunHistory, logits_twice, step_key, timed_runs
+from ftbench.estimate.time.history import RunHistory, step_key, timed_runs
 from ftbench.estimate.time.rates import shipped_coefficients, step
 from ftbench.estimate.time.work import StepWork, step_work
 from ftbench.estimate.workload.batches import batches_of, per_step
@@ -213,12 +213,6 @@ def test_triton_kernels_have_their_own_rate():
     ours = _work(optimizations={"compile": True, "fused_lora": True, "triton_kernels": True})
     assert "elementwise.triton" in ours
     assert "elementwise.compiled" not in ours
-
-
-def test_runs_with_the_older_chunked_loss_are_excluded():
-    older = {run.run_id for run in rundir.find_runs(RESULTS) if logits_twice(run)}
-    assert older
-    assert not older & {run.run_id.split("/")[1] for run in RUNS}
 
 
 # --- how wrong it is -------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def recorded_spec(run: RunDir) -> Experiment | None:
     """Return the spec of a run, or None if estimates must ignore the run.
 
     Estimates ignore imported logs, mock runs, runs on shared GPUs, specs of incompatible versions, and steps without a
-    formula. Estimates also ignore runs of older code that computed the logits of a chunked loss twice."""
+    formula."""
     values = rundir.read_json(run.spec_json)
     if "imported" in values or values.get("measure", {}).get("share_gpu"):
         return None
@@ -170,10 +170,9 @@ def recorded_spec(run: RunDir) -> Experiment | None:
         check_modelled(spec)
     except (SpecError, ValueError):
         return None
-    on = spec.optimizations
-    if spec.launch.mock != "off" or (on.chunked_loss and logits_twice(run)):
+    if spec.launch.mock != "off":
         return None
-    padded = concatenates(spec) and not (on.packing or on.padding_free)
+    padded = concatenates(spec) and not (spec.optimizations.packing or spec.optimizations.padding_free)
     if padded and b'"batches": "padding-free"' not in _applied(run):  # older ftbench padded these batches
         spec = spec.model_copy(update={"method": spec.method.model_copy(update={"padded": True})})
     return spec
@@ -184,11 +183,6 @@ def _applied(run: RunDir) -> bytes:
     with suppress(OSError, ValueError):
         return rundir.read_bytes(run.applied)
     return b""
-
-
-def logits_twice(run: RunDir) -> bool:
-    """Return whether a run used the older chunked loss, which computed the logits again in the backward pass."""
-    return b'"loss": "chunked (ftbench)"' in _applied(run)
 
 
 def is_outdated(run: RunDir, spec: Experiment) -> bool:
