@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ftbench.kernels import adamw, adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu
+from ftbench.kernels import adamw, adapted_swiglu, delayed_cast, expert_rows, rms_norm, rotary, swiglu
 
 SCALARS = dict.fromkeys(("eps", "lr", "decay", "fresh1", "fresh2", "root"), "fp32")  # all others are integers
 NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|size|seed|tokens|.*rank")
@@ -31,6 +31,8 @@ def cases(norm: bool):
     yield adapted_swiglu._adapted_swiglu_backward, {**gate, "AGAIN": norm}
     plain = dict.fromkeys(("scale1", "numbers1", "scale2", "numbers2"))
     yield adamw._adamw, {"BLOCK": adamw.BLOCK, "num_warps": 8, **(plain if norm else {})}
+    yield expert_rows._gather_sum, {"K": 8, "WEIGHTED": norm, "BLOCK": expert_rows.BLOCK}
+    yield expert_rows._combine_bwd, {"K": 8, **row}
     yield swiglu._swiglu_backward, {"BLOCK": swiglu.BLOCK}
     yield rms_norm._rms_norm_forward, {"SUM": norm, **row}
     yield rms_norm._rms_norm_backward, {"SUM": norm, "WIDE": norm, **row}
@@ -42,14 +44,14 @@ def compiled(kernel, constants, dtype, architecture):
     """What Triton makes of a kernel whose tensors have this type."""
     warps = {"num_warps": constants.pop("num_warps", 4)}
     sums = dict.fromkeys(("factor", "maxima", "of_rows", "of_columns"), "*fp32")
-    types_of_8_bits = {"small": "*fp8e5", **sums}
+    known_types = {"small": "*fp8e5", "order": "*i64", "slots": "*i64", **sums}
     if "numbers1" in signature(kernel.fn).parameters and "numbers1" not in constants:
-        types_of_8_bits |= {"first": "*u8", "second": "*u8"}
+        known_types |= {"first": "*u8", "second": "*u8"}
     names = list(signature(kernel.fn).parameters)
     types = {
         name: SCALARS.get(name, "i32") if NUMBERS.fullmatch(name) or name in SCALARS else f"*{dtype}" for name in names
     }
-    types |= {name: kind for name, kind in types_of_8_bits.items() if name in types}
+    types |= {name: kind for name, kind in known_types.items() if name in types}
     types |= dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=types, constexprs=values)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from conftest import spec_of
 from ftbench.kernels.adapter_products import AdaptersOnly, Augmented
+from ftbench.kernels.expert_products import GroupedExperts
 from ftbench.kernels.small_products import GRADIENT
 from ftbench.spec.methods import PROJECTIONS
 from ftbench.store.rundir import read_json
@@ -160,8 +161,8 @@ def test_lean_layers_save_less_and_learn_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "experts"), [
-    ("tiny/qwen3-moe", True), *[pytest.param(*case, marks=pytest.mark.exhaustive) for case in
-                                (("tiny/gpt-oss", False), ("tiny/qwen3-moe", False), ("tiny/gpt-oss", True))],
+    ("tiny/qwen3-moe", True), ("tiny/qwen3-moe", False),
+    *[pytest.param("tiny/gpt-oss", experts, marks=pytest.mark.exhaustive) for experts in (False, True)],
 ])  # fmt: skip
 def test_layer_with_experts_is_one_graph_and_learns_the_same(cache, name, experts):
     model, ours = model_with_experts(name, experts, "bfloat16"), model_with_experts(name, experts, "bfloat16")
@@ -205,6 +206,24 @@ def test_adapters_of_experts_train_the_same_as_peft(cache, name, rank):
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     assert any("experts" in key and value.abs().max() > 0 for key, value in gradients.items())
     torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["tiny/qwen3-moe", "tiny/gpt-oss"])
+def test_experts_without_adapters_train_the_same_as_in_transformers(cache, name):
+    plain, ours = (model_with_experts(name, False, "float32") for _ in range(2))
+    fused_lora.apply(ours, ON)
+    experts = [layer.mlp.experts for layer in decoder_layers(ours)]
+    assert all(isinstance(each, GroupedExperts) for each in experts)
+    torch.testing.assert_close(learned(ours), learned(plain), atol=1e-6, rtol=1e-5)
+
+
+def test_other_kinds_of_experts_keep_their_forward_pass(cache):
+    model = model_with_experts("tiny/qwen3-moe", False, "float32")
+    first, second = (layer.mlp.experts for layer in decoder_layers(model)[:2])
+    first.has_gate = False
+    second.gate_up_proj.data = second.gate_up_proj.data.to(torch.float8_e4m3fn)
+    fused_lora.apply(model, ON)
+    assert not any(isinstance(each, GroupedExperts) for each in (first, second))
 
 
 def test_adapters_outside_groups_are_named():

@@ -332,6 +332,62 @@ def test_sgd_steps_with_kernels_equal_those_without(kernels, train_here):
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.fixture
+def expert_rows(monkeypatch):
+    """The kernels of expert rows, which this fixture also runs on a CPU."""
+    made = module("kernels.expert_rows")
+    monkeypatch.setattr(made, "_has_kernels", lambda rows: True)
+    return made
+
+
+def routed(tokens, k, width, dtype):
+    """Tokens that choose k of 16 experts: hidden, rows, weights, order and slots of the rows sorted by expert."""
+    torch.manual_seed(0)
+    shapes = ((tokens, width), (tokens * k, width), (tokens, k))
+    parts = [torch.randn(shape, dtype=dtype).to(DEVICE).requires_grad_() for shape in shapes]
+    order = torch.rand(tokens, 16).topk(k).indices.reshape(-1).argsort(stable=True).to(DEVICE)
+    return *parts, order, order.argsort()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "k", "width"), [(5, 1, 48), (7, 4, 1100), (9, 8, 2050), (1, 8, 1024)])
+def test_rows_of_experts_equal_the_plain_formulas(expert_rows, tokens, k, width, dtype):
+    hidden, rows, weights, order, slots = routed(tokens, k, width, dtype)
+    found = [expert_rows.dispatch(hidden, order, slots, k), expert_rows.combine(rows, weights, order, slots)]
+    shares = weights.float().reshape(-1)[order, None]
+    sums = torch.zeros(tokens, width, device=DEVICE).index_add(0, order // k, rows.float() * shares)
+    expected = [hidden.float().repeat_interleave(k, 0)[order], sums]
+    for made in (found, expected):
+        gradients = (rows.detach().flip(0).to(made[0].dtype), hidden.detach().to(made[1].dtype))
+        made += torch.autograd.grad(made, (hidden, rows, weights), gradients)
+    assert [part.dtype for part in found] == [dtype] * 5
+    for ours, plain in zip(found, expected, strict=True):
+        assert (ours.double() - plain.double()).norm() <= 2 * torch.finfo(dtype).eps * plain.double().norm()
+
+
+def test_operations_on_rows_of_experts_can_be_compiled(expert_rows):
+    hidden, rows, weights, order, slots = (part.detach() for part in routed(5, 4, 48, torch.float32))
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+    for shares in (weights, None):
+        torch.library.opcheck(expert_rows.sum_rows, (rows, slots.view(5, 4), shares), test_utils=checks)
+    torch.library.opcheck(expert_rows.combine_backward, (hidden, rows, weights, order), test_utils=checks)
+
+
+def test_layers_with_experts_learn_the_same_as_transformers(expert_rows):
+    """With 16 experts and 10 tokens, some experts get no token."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 2}
+    plain, ours = model_of("qwen3_moe", **experts), model_of("qwen3_moe", **experts)
+    fused_lora.apply(ours, ON)
+    torch.testing.assert_close(learned(ours), learned(plain), atol=1e-6, rtol=1e-5)
+    compiles = model_of("qwen3_moe", torch.bfloat16, **experts)  # grouped products of float32 cannot be compiled
+    fused_lora.apply(compiles, ON)
+    expected = learned(compiles)
+    torch._dynamo.reset()
+    for layer in decoder_layers(compiles):
+        layer.mlp.experts.compile(backend="aot_eager", fullgraph=True)
+    assert distance(learned(compiles), expected) < 0.05
+
+
 def test_unsupported_layers_are_an_error(kernels):
     with pytest.raises(
         SpecError,

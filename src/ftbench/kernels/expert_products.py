@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch.nn import functional as F
+from transformers.integrations.moe import _grouped_mm
+
+from ftbench.kernels.expert_rows import combine, dispatch
 
 ALIGNED = 8  # the rank is padded to a multiple of 8: grouped products need rows of a multiple of 16 bytes
 
@@ -20,7 +23,7 @@ ALIGNED = 8  # the rank is padded to a multiple of 8: grouped products need rows
 def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return rows[i] @ matrices[g] for each row i of group g. The shapes are rows: (tokens, in), matrices: (groups, in,
     out), result: (tokens, out). `ends` (groups,) has dtype int32. Group g has the rows ends[g - 1] to ends[g] - 1."""
-    return F.grouped_mm(rows, matrices, offs=ends)
+    return _grouped_mm(rows, matrices, offs=ends)  # torch 2.8 and 2.9 do not have F.grouped_mm
 
 
 @torch.library.custom_op("ftbench::in_rows", mutates_args=())
@@ -49,15 +52,15 @@ class GroupedExperts:
     ) -> torch.Tensor:
         """Return (tokens, width): for each token, the weighted sum of the outputs of its k experts. `router_indices`
         (tokens, k) contains the experts of each token, and `routing_weights` (tokens, k) contains their weights."""
-        tokens, k = router_indices.shape
         experts, order = router_indices.reshape(-1).sort(stable=True)
         numbers = torch.arange(self.num_experts, device=experts.device)
         ends = torch.searchsorted(experts, numbers, right=True).to(torch.int32)
-        gated = self._apply_gate(self._product("gate_up_proj", hidden_states[order // k], experts, ends))
-        weighted = self._product("down_proj", gated, experts, ends) * routing_weights.reshape(-1)[order, None]
-        in_place = torch.empty_like(order)
-        in_place[order] = torch.arange(len(order), device=order.device)
-        return weighted[in_place].view(tokens, k, -1).sum(dim=1).to(hidden_states.dtype)
+        slots = torch.empty_like(order)
+        slots[order] = torch.arange(len(order), device=order.device)
+        rows = dispatch(hidden_states, order, slots, router_indices.shape[1])
+        gated = self._apply_gate(self._product("gate_up_proj", rows, experts, ends))
+        rows = self._product("down_proj", gated, experts, ends)
+        return combine(rows, routing_weights, order, slots).to(hidden_states.dtype)
 
     def _product(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         dtype = getattr(self, f"{name}_bias" if self.has_bias else name).dtype
@@ -100,12 +103,19 @@ def _grouped_class(kind: Any) -> Any:
     return type(f"Grouped{kind.__name__}", (GroupedExperts, kind), {})
 
 
-def group_adapters(model: Any) -> int:
-    """Make peft's adapters of fused experts use grouped products. Return the number of changed adapters."""
-    wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
-    for wrapper in wrappers:
-        experts = wrapper.get_base_layer()
+def _is_fused(module: Any) -> bool:
+    """Return whether `GroupedExperts` computes the same as this module: transformers' fused experts with a gate, in 16
+    or 32 bits."""
+    names = ("num_experts", "has_bias", "is_transposed", "_apply_gate", "gate_up_proj", "down_proj")
+    fused = getattr(module, "has_gate", False) and all(hasattr(module, name) for name in names)
+    return fused and module.gate_up_proj.dtype.itemsize > 1
+
+
+def group_experts(model: Any) -> None:
+    """Make fused experts, and peft's adapters of fused experts, use grouped products."""
+    for experts in filter(_is_fused, model.modules()):
         if not isinstance(experts, GroupedExperts):
             experts.__class__, experts.adapters = _grouped_class(type(experts)), {}  # type: ignore[arg-type]
-        wrapper.__class__ = ExpertAdapter
-    return len(wrappers)
+    for module in model.modules():
+        if isinstance(module, ParamWrapper) and isinstance(module.get_base_layer(), GroupedExperts):
+            module.__class__ = ExpertAdapter

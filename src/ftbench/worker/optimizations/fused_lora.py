@@ -11,7 +11,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
 from ftbench.kernels.adapter_products import ALIGNED, AdaptersOnly, Augmented, siblings
-from ftbench.kernels.expert_products import group_adapters
+from ftbench.kernels.expert_products import group_experts
 from ftbench.kernels.small_products import AdaptedProduct, GatedMlp
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
@@ -207,8 +207,9 @@ def _fused(kind: Any) -> Any:
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Group the adapted layers and replace their forward passes. Raise SpecError for variants of LoRA, such as DoRA."""
-    group_adapters(model)
+    """Group the adapted layers and replace their forward passes, and the forward passes of fused experts. Raise
+    SpecError for variants of LoRA, such as DoRA."""
+    group_experts(model)
     groups = []
     for layers in grouped(adapted(model)):
         groups.append(_group(layers, spec))
