@@ -51,6 +51,7 @@ FULL = (  # so that gradients and states dominate the memory
     "optimizations.chunked_loss=256",
 )
 UNEQUAL = "dataset={name: synthetic, samples: 96, length: null, mean_length: 120, max_length: 512}"
+SGD = ("train.optimizer=sgd", "train.learning_rate=10", "train.max_grad_norm=0")
 METHODS = {
     "lora": (),
     "recipe-fastest-small": ("recipe=fastest-small",),
@@ -79,6 +80,8 @@ METHODS = {
         "optimizations.fp8=tensorwise-fast",
     ),
     "experts-fused": ("model=tiny/qwen3-moe", "method.experts=on", "optimizations={fused_lora: on, compile: on}"),
+    "experts-sgd": ("model=tiny/qwen3-moe", "method.experts=on", *SGD),
+    "experts-graphed": ("model=tiny/qwen3-moe", "method.experts=on", "recipe=fastest", *SGD),
     "gpt-oss-varlen": ("model=tiny/gpt-oss", "optimizations={padding_free: on, attention: varlen}"),
     "gpt-oss-fastest": ("model=tiny/gpt-oss", "method.experts=on", "recipe=fastest"),
     "gpt-oss-flex": ("model=tiny/gpt-oss", "optimizations={padding_free: on, attention: flex_attention}"),
@@ -159,14 +162,15 @@ METHODS = {
 }
 # Methods of the ordinary call. The others are `exhaustive`.
 FIRST = (
-    "lora", "qlora", "full", "recipe-fastest", "recipe-fastest-fp8", "recipe-fastest-full", "recipe-fastest-full-fp8",
-    "recipe-fastest-qlora", "recipe-fastest-small", "recipe-small", "recipe-smallest", "recipe-smallest-exact",
-    "recipe-smallest-full", "full-fp8",
-    "checkpointing", "weight-offload", "full-unclipped", "full-in-backward", "full-states-away", "full-weights-away",
-    "checkpoint-offload", "compile", "fp8", "kernels-compile", "kernels-checkpointing", "kernels-fp8-delayed",
-    "fused-lora-compile", "chunked-loss", "varlen", "packing", "experts", "experts-fused", "gpt-oss-attention",
-    "gpt-oss-varlen", "gpt-oss-fastest", "gpt-oss-mxfp4", "unsloth", "unsloth-lora", "unsloth-unequal", "lora-unequal",
-    "unsloth-padded", "gpt-oss-unsloth", "small-8b", "smallest-8b", "smallest-exact-8b", "smallest-full-8b",
+    "lora", "qlora", "full", "recipe-fastest", "recipe-fastest-fp8", "recipe-fastest-full",
+    "recipe-fastest-full-fp8", "recipe-fastest-qlora", "recipe-fastest-small", "recipe-small", "recipe-smallest",
+    "recipe-smallest-exact", "recipe-smallest-full", "full-fp8", "checkpointing", "weight-offload",
+    "full-unclipped", "full-in-backward", "full-states-away", "full-weights-away", "checkpoint-offload",
+    "compile", "fp8", "kernels-compile", "kernels-checkpointing", "kernels-fp8-delayed", "fused-lora-compile",
+    "chunked-loss", "varlen", "packing", "experts", "experts-fused", "experts-graphed", "gpt-oss-attention",
+    "gpt-oss-varlen", "gpt-oss-fastest", "gpt-oss-mxfp4", "unsloth", "unsloth-lora", "unsloth-unequal",
+    "lora-unequal", "unsloth-padded", "gpt-oss-unsloth", "small-8b", "smallest-8b", "smallest-exact-8b",
+    "smallest-full-8b",
 )  # fmt: skip
 
 
