@@ -39,7 +39,7 @@ SAME = [*FIRST, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in 
 UNSLOTH = "method={{name: unsloth, load_in_4bit: {}, use_gradient_checkpointing: off}}"
 BY_UNSLOTH = [(LLAVA, "off"), pytest.param(LLAVA, "on", marks=pytest.mark.exhaustive), (QWEN3, "off")]
 TRAINED = ("method={name: lora, vision: lora, projector: full}",)
-RECIPES = {"16-bit": ("recipe=fastest-vision",), "8-bit": ("recipe=fastest-vision", "optimizations.fp8=tensorwise")}
+RECIPES = {"16-bit": ("recipe=fastest-vision",), "8-bit": ("recipe=fastest-vision-fp8",)}
 
 
 def changes(model, data, sets=()):

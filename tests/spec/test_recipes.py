@@ -21,6 +21,7 @@ IS_FOR = {
     "fastest-qlora": ("qlora", "lora"),
     "fastest-small": ("lora", "qlora"),
     "fastest-vision": ("lora", "qlora"),
+    "fastest-vision-fp8": ("lora",),
     "small": ("qlora", "lora"),
     "smallest": ("qlora", "lora"),
     "smallest-exact": ("lora",),
@@ -41,7 +42,7 @@ def write(tmp_path):
 
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name in IS_FOR for method in IS_FOR[name]])
 def test_recipe_works_with_its_methods(write, name, method):
-    model = VISION if name == "fastest-vision" else MODEL
+    model = VISION if "vision" in name else MODEL
     spec = resolve(load(write(f"recipe: {name}\n{model}method: {method}\n")), H200)
     assert spec.method.name == method
     assert incompatibilities(spec) == []
@@ -53,7 +54,7 @@ def test_recipe_sets_every_optimization(write, name):
     loud = {"gradient_checkpointing": True, "length_grouping": True, "attention": "eager", "compile": "dynamic"}
     loud["triton_kernels"] = True
     lines = "".join(f"  {key}: {str(value).lower()}\n" for key, value in loud.items())
-    model = VISION if name == "fastest-vision" else MODEL
+    model = VISION if "vision" in name else MODEL
     there = load(write(f"{model}optimizations:\n{lines}train: {{optimizer: sgd}}\n"), [f"recipe={name}"])
     alone = load(write(f"recipe: {name}\n{model}", "alone.yaml"))
     assert there.optimizations == alone.optimizations
