@@ -57,8 +57,8 @@ def test_it_learns_what_the_same_without_it_learns(run, name):
 
 
 def test_a_graph_of_layers_with_experts_learns_what_the_plain_run_learns(run):
-    """With this learning rate of SGD, the norm of the gradients changes from step to step. It is four times as large at
-    the end."""
+    """With this learning rate of SGD, the norm of the gradients changes from step to step. It is twice as large after
+    ten steps."""
     norms = []
     for name in ("experts-sgd", "experts-graphed"):
         code, document = run(*METHODS[name])

@@ -196,6 +196,10 @@ def test_settings_incompatible_with_a_graph_are_errors(changes, said):
         ({"optimizations": {"fp8": "tensorwise-delayed"}}, None),
         ({"optimizations": {"fp8": "tensorwise"}}, "only with method lora, attention varlen and fp8 off"),
         ({"model": {"id": "tiny/qwen3-moe"}}, None),
+        (
+            {"model": {"id": "tiny/qwen3-moe"}, "method": {"name": "lora", "experts": True}},
+            "with adapters of experts, it needs much more memory",
+        ),
         ({"model": {"id": "tiny/gpt-oss"}}, "was not tested with the layers of gpt_oss"),
         ({"measure": {"profile": "on"}}, "a profile shows separate launches"),
     ],

@@ -127,6 +127,8 @@ def graph_left_out(spec: Experiment, capability: Capability) -> str | None:
         why.append(f"it was measured only on compute capability {'.'.join(map(str, MEASURED))}")
     if (kind := family(spec.model)) not in KERNEL_FAMILIES:
         why.append(f"it was not tested with the layers of {kind or spec.model.id}")
+    if getattr(spec.method, "experts", False):
+        why.append("with adapters of experts, it needs much more memory and saves little time")
     if spec.measure.profile == "on":
         why.append("a profile shows separate launches")
     return "; ".join(why) or None
