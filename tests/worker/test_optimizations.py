@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
@@ -565,6 +567,38 @@ def test_offloaded_layer_keeps_nothing_on_the_device(model):
     assert kept[0] - kept[1] == 2 * layers  # saved inside the layers, invisible to the outer hooks
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
+
+
+class Stream:
+    """Stands for the streams of a GPU. It refuses other devices, as torch does."""
+
+    def __init__(self, device):
+        assert device.type == "cuda", f"Expected a cuda device, but got: {device}"
+
+    def record_event(self):
+        return object()
+
+    def wait_event(self, event):
+        assert event is not None
+
+    wait_stream = wait_event
+
+
+def test_tensors_on_the_cpu_do_not_delay_the_copies_to_the_gpu(monkeypatch):
+    """In torch 2.11, checkpointing also saves an empty tensor on the CPU for each layer."""
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda tensor, *_, **__: tensor)
+    with FakeTensorMode():
+        memory = HostTensors()
+        saved = [(torch.empty(0), torch.empty(1 << 20, device="cuda")) for _ in range(4)]
+        kept = [[memory._pack(tensor) for tensor in each] for each in saved]
+        for number in (3, 2, 1, 0):
+            found = [memory._unpack(each) for each in kept[number]]
+            assert [each.device.type for each in found] == ["cpu", "cuda"]
+            begun = [inputs.fetched is not None for _, inputs in kept]
+            assert begun == [each == number - 1 for each in range(4)]
 
 
 def test_copies_that_nothing_reads_and_failed_calls_do_not_keep_or_overwrite_memory(monkeypatch):

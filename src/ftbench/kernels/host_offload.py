@@ -22,7 +22,8 @@ _SMALL = 1 << 20  # bytes; smaller tensors stay on the GPU, because copying them
 
 
 class Kept:
-    """Host copy of a tensor that autograd saved. `before` refers to the tensor that was saved before this tensor."""
+    """Host copy of a tensor that autograd saved. `before` refers to the GPU tensor that was saved before this tensor.
+    In torch 2.11, checkpointing also saves an empty CPU tensor for each layer."""
 
     __slots__ = ("__weakref__", "back", "before", "device", "fetched", "free", "host")
 
@@ -73,9 +74,9 @@ class HostTensors:
             with torch.cuda.stream(stream):
                 host.copy_(tensor, non_blocking=True)
                 self._leaving.append((tensor, stream.record_event()))
+            self._last = weakref.ref(kept)
         else:
             host.copy_(tensor)
-        self._last = weakref.ref(kept)
         self.moved += 1
         self.moved_bytes += tensor.nbytes
         return kept
