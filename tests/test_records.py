@@ -250,3 +250,7 @@ def test_the_page_on_profiles_states_the_power_limit_the_clocks_and_the_effects_
     device, speed = ([median(each, *key) for each in (new, old)]
                      for key in (("memory_gb", "device_peak"), ("tokens_per_s", "real")))  # fmt: skip
     assert f"{device[0]:.2f} instead of {device[1]:.2f} GiB, but {speed[0]:,.0f} instead of {speed[1]:,.0f} tok" in page
+    (folder,) = (results / "records").glob("2026-11-28T2001*/.left-out/moe-experts")
+    device, speed = (median(folder, *key)
+                     for key in (("memory_gb", "device_peak"), ("tokens_per_s", "real")))  # fmt: skip
+    assert f"With a graph {speed:,.0f}, but {device:.1f} instead" in page

@@ -46,7 +46,8 @@ def test_committed_verdicts_follow_from_the_recorded_errors(folder):
     kept = [recipe["levels"]["gradient"]["state"] for recipe in recipes]
     assert [each.state for each in found] == (["pass"] if folder == EARLIER else kept)
     checks = [each for spec, record in judged for each in verdict.tensor_checks(record, yardsticks(spec, runs), spec)]
-    assert max(each.share for each in checks if ": median" not in each.what) <= 0.9
+    if all(each.state == "pass" for each in found):  # correct recipes stay away from the limits
+        assert max(each.share for each in checks if ": median" not in each.what) <= 0.9
 
 
 @pytest.mark.parametrize(("factor", "state"), [(0.0, "pass"), (0.02, "fail"), (-0.03, "fail")])

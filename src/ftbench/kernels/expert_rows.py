@@ -125,8 +125,8 @@ def dispatch(hidden: torch.Tensor, order: torch.Tensor, slots: torch.Tensor, k: 
 
 
 def combine(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of the k copies of each token: (tokens, width), in the dtype of `rows`. The sum is in
-    float32. The shapes are rows: (tokens * k, width), weights: (tokens, k), order, slots: (tokens * k,), int64."""
+    """Return (tokens, width) in the dtype of `rows`. It is the weighted sum of the k copies of each token, in float32.
+    The shapes are rows: (tokens * k, width), weights: (tokens, k), order and slots: (tokens * k,), int64."""
     if _has_kernels(rows):
         return _Combine.apply(rows, weights, order, slots)
     copies = rows[slots].view(*weights.shape, -1)
