@@ -3,9 +3,8 @@
 import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,21 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        if not _lock(file):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             holder = holder_of(folder)
             who = f"process {holder['pid']} on {holder['host']}" if holder.get("pid") else "another process"
             raise FtbenchError(
                 f"{folder}: a sweep is already running ({who}); watch it with `ftbench sweep --status {folder}`, or "
                 "choose another --out"
-            )
+            ) from None
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(processes.this_process()).encode(), 0)
         yield
         os.ftruncate(file, 0)
     finally:
         os.close(file)
-
-
-def _lock(file: int) -> bool:
-    """Try for half a second to lock the file, because `is_held` may lock it briefly. Return whether it is locked."""
-    for _ in range(10):
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def holder_of(folder: Path) -> dict[str, Any]:
