@@ -4,13 +4,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.redact import without_secrets
-from ftbench.core.table import printable, wrapped
+from ftbench.core.table import wrapped
 from ftbench.report import formats, select
 from ftbench.report.data import groups
 from ftbench.report.data.collect import Record, collect
 from ftbench.report.document import Report, Table, table_of_rows
-from ftbench.store import rundir
+from ftbench.store.output import write_output
 from ftbench.sweep.plan.base import Plan, short
 from ftbench.sweep.plan.search import Search
 
@@ -44,13 +43,9 @@ class Tables:
     def write(self) -> None:
         """Write summary.md and summary.csv. Raise MissingError if the disk is full."""
         runs = self.runs()
-        self._put("summary.md", self._markdown(runs))
+        write_output(self.folder / "summary.md", self._markdown(runs))
         if runs:
-            self._put("summary.csv", formats.csv_text(runs))
-
-    def _put(self, name: str, text: str) -> None:
-        """Remove secrets and control characters from a text, and write it to a file."""
-        rundir.write_text(self.folder / name, printable(without_secrets(text)))
+            write_output(self.folder / "summary.csv", formats.csv_text(runs))
 
     def _markdown(self, runs: Sequence[Record]) -> str:
         left = self.plan.left()
