@@ -85,7 +85,7 @@ def test_page_of_many_specs_reads_few_steps(tmp_path, monkeypatch):
         spec = rundir.read_json(made_run.spec_json)
         spec["train"]["learning_rate"] = number / 1e6
         rundir.write_json(made_run.spec_json, spec)
-    read, read_columns = [], pairs.read_columns
-    monkeypatch.setattr(pairs, "read_columns", lambda *given: read.append(given) or read_columns(*given))
+    read, read_steps = [], pairs.read_steps
+    monkeypatch.setattr(pairs, "read_steps", lambda path: read.append(path) or read_steps(path))
     assert "30 runs" in report(Request([tmp_path], "html")).text
     assert len(read) < 45

@@ -7,7 +7,7 @@ infinity are kept, because they show that training diverged.
 import csv
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,9 +67,13 @@ def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
 
     A missing file gives an empty list. An incomplete last line (after a kill or with a full disk) is left out.
     """
-    text, unread = _text(path)
-    if unread:
-        return [], [unread]
+    try:
+        with open_plain_file(path, MOST_CSV_BYTES) as file:
+            text = file.read().decode("utf-8-sig", errors="replace")
+    except FileNotFoundError:
+        return [], []
+    except (OSError, ValueError) as error:
+        return [], [f"{path.name}: {error}"]
     whole, newline, torn = text.rpartition("\n")
     warnings = [f"{path.name}: the last line is not finished and was left out"] if torn else []
     return list(_rows(f"{whole}{newline}", path.name, warnings)), warnings
@@ -80,36 +84,6 @@ def has_nan(path: Path) -> bool:
     with suppress(OSError, ValueError), open_plain_file(path, MOST_CSV_BYTES) as file:
         return bool(_NAN.search(file.read()))
     return False
-
-
-def _text(path: Path) -> tuple[str, str | None]:
-    """Return the text of a file, and an error message or None. The text of a missing file is empty."""
-    try:
-        with open_plain_file(path, MOST_CSV_BYTES) as file:
-            return file.read().decode("utf-8-sig", errors="replace"), None
-    except FileNotFoundError:
-        return "", None
-    except (OSError, ValueError) as error:
-        return "", f"{path.name}: {error}"
-
-
-def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | None]]:
-    """Return {column name: values} for the training rows of a steps.csv. This is faster than `read_steps`.
-
-    An empty field becomes None. A missing column becomes a list of None. Damaged rows and rows without a step number
-    are skipped. Without rows, the dict is empty.
-    """
-    head, *lines = _text(path)[0].replace("\r\n", "\n").split("\n")[:-1] or [""]
-    header = head.split(",")
-    at = {name: header.index(name) for name in ("step", "phase", *names) if name in header}
-    table: list[list[float | None]] = []
-    for fields in (line.split(",") for line in lines if "step" in at):
-        phase = fields[at["phase"]] if len(fields) == len(header) and "phase" in at else ""
-        if len(fields) == len(header) and fields[at["step"]] and phase in ("train", ""):
-            with suppress(ValueError):
-                table.append([float(rows.value_of(name, fields[at[name]])) if name in at and fields[at[name]] else None
-                              for name in names])  # fmt: skip
-    return dict(zip(names, map(list, zip(*table, strict=True)), strict=True)) if table else {}
 
 
 def _rows(text: str, name: str, warnings: list[str]) -> Iterator[rows.StepRow]:

@@ -13,7 +13,7 @@ from ftbench.report.data.cells import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run, 
 from ftbench.report.data.collect import figure
 from ftbench.report.data.facts import IMPORTED
 from ftbench.store.rundir import RunDir, modified
-from ftbench.store.steps import read_columns
+from ftbench.store.steps import read_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +174,9 @@ class Steps:
 
 @lru_cache(maxsize=64)  # a baseline is compared many times
 def _steps(path: Path, changed: float, warmup: int) -> Steps:
-    columns = read_columns(RunDir(path).steps, _COLUMNS) or {name: [] for name in _COLUMNS}
-    timed = [row for row in zip(*columns.values(), strict=True) if row[1] is not None and math.isfinite(row[1])]
-    return Steps({name: [row[at] for row in timed] for at, name in enumerate(_COLUMNS)}, warmup)
+    rows = [row for row in read_steps(RunDir(path).steps)[0] if row.phase in ("train", None) and row.step is not None]
+    timed = [row for row in rows if row.step_time_s is not None and math.isfinite(row.step_time_s)]
+    return Steps({name: [getattr(row, name) for row in timed] for name in _COLUMNS}, warmup)
 
 
 def steps_of(run: Run) -> Steps:
