@@ -7,7 +7,9 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -50,7 +52,9 @@ def train(run: TrainingRun) -> None:
         if FRAMEWORKS[spec.launch.framework].own_loop:
             frameworks.load(spec.launch.framework).record(run, values)
         else:
-            _through_trainer(run, values)
+            train_plain = transformers.Trainer.train
+            with suppress(Trained), mock.patch.object(transformers.Trainer, "train", _recorded(run, train_plain)):
+                frameworks.load(spec.launch.framework).train(values)
     run.warn(*weights_left_out)
     _check_order(run)
     if torch.distributed.is_initialized():
@@ -65,18 +69,6 @@ def _framework_facts(spec: Experiment) -> dict[str, Any]:
     best = frameworks.load(name).best(spec) if settings == "best" else {}
     version = importlib.metadata.version(FRAMEWORKS[name].package)
     return {"name": name, "version": version, "settings": settings, "switched_on": best}
-
-
-def _through_trainer(run: TrainingRun, values: dict[str, Any]) -> None:
-    """Train with a framework that uses transformers.Trainer."""
-    plain = transformers.Trainer.train
-    transformers.Trainer.train = _recorded(run, plain)
-    try:
-        frameworks.load(run.spec.launch.framework).train(values)
-    except Trained:
-        pass
-    finally:
-        transformers.Trainer.train = plain
 
 
 def _recorded(run: TrainingRun, plain: Callable[..., Any]) -> Callable[..., Any]:

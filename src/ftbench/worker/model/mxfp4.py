@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -147,13 +148,8 @@ class _Factory:
 @contextmanager
 def as_experts() -> Iterator[None]:
     """Inside the `with` block, create gpt-oss models with MXFP4 experts and uninitialized weights."""
-    theirs = modeling_gpt_oss.GptOssExperts
-    modeling_gpt_oss.GptOssExperts = _Factory
-    try:
-        with initialization.no_init_weights():
-            yield
-    finally:
-        modeling_gpt_oss.GptOssExperts = theirs
+    with mock.patch.object(modeling_gpt_oss, "GptOssExperts", _Factory), initialization.no_init_weights():
+        yield
 
 
 def problems(model: Any) -> list[str]:
