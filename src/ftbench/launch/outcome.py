@@ -1,9 +1,7 @@
 """Finish a run: write the final state and the summary, and remove secrets from the logs."""
 
 import signal
-from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ftbench.core import oom
@@ -13,8 +11,6 @@ from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
 from ftbench.launch import process
 from ftbench.store import ranks, run_warnings, rundir, summary
 from ftbench.store.rundir import RunDir
-
-_LOG_TAIL, _PART = 64 * 2**10, 2**24  # bytes
 
 
 def finish(run: RunDir, ended: process.Exit) -> tuple[dict[str, Any], RunSummary]:
@@ -60,11 +56,10 @@ def final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
 
 
 def _from_exit(run: RunDir, ended: process.Exit) -> dict[str, Any]:
-    tail = _log_tail(run)
     if ended.kernel_oom:
         return {"state": "oom", "reason": "the kernel's OOM killer ended it: host memory ran out",
                 "oom": asdict(oom.Oom("kernel"))}  # fmt: skip
-    if (recognised := oom.recognise(tail)) is not None:
+    if (recognised := oom.recognise(process.log_tail(run.log))) is not None:
         return {"state": "oom", "reason": f"out of memory ({recognised.kind})", "oom": asdict(recognised)}
     if ended.code < 0:
         name = signal.Signals(-ended.code).name
@@ -72,15 +67,6 @@ def _from_exit(run: RunDir, ended: process.Exit) -> dict[str, Any]:
         return {"state": "error", "reason": f"{how.format(name)}; see {run.log.name}", "signal": -ended.code}
     last = process.last_line(run.log) or "no output"
     return {"state": "error", "reason": f"exit code {ended.code} without a result: {last}"}
-
-
-def _log_tail(run: RunDir) -> str:
-    try:
-        with run.log.open("rb") as file:
-            file.seek(max(0, run.log.stat().st_size - _LOG_TAIL))
-            return file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def exit_code(state: dict[str, Any]) -> int:
@@ -125,14 +111,6 @@ def _finish_profile(run: RunDir) -> dict[str, Any]:
 def _redact_logs(run: RunDir) -> None:
     """Remove secrets from the logs of the worker and its libraries."""
     for log in run.path.glob("log*.txt"):
-        if any(without_secrets(text) != text for text in _parts(log)):
-            clean = log.with_name(f".{log.name}")
-            with rundir.writing(clean), clean.open("w", encoding="utf-8", newline="") as file:
-                file.writelines(map(without_secrets, _parts(log)))
-            clean.replace(log)
-
-
-def _parts(path: Path) -> Iterator[str]:
-    """Yield a text file in parts of complete lines, because a log can be larger than the memory."""
-    with path.open(encoding="utf-8", errors="backslashreplace", newline="") as file:
-        yield from iter(lambda: "".join(file.readlines(_PART)), "")
+        text = log.read_bytes().decode(errors="backslashreplace")
+        if (clean := without_secrets(text)) != text:
+            rundir.write_text(log, clean)

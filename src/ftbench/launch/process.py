@@ -21,6 +21,7 @@ from ftbench.launch import process_tree
 
 GRACE_S = 20.0  # time between SIGTERM and SIGKILL, in which the child writes the last rows
 TICK_S = 0.5
+_LOG_TAIL = 64 * 2**10  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,14 @@ def run_module(
 
 def last_line(log: Path) -> str:
     """Return the last non-empty line of a log. If the log is empty or missing, return an empty string."""
+    lines = (line.strip() for line in reversed(log_tail(log).splitlines()))
+    return next(filter(None, lines), "")[:300]
+
+
+def log_tail(log: Path) -> str:
+    """Return the last 64 KiB of a log. If the log is missing, return an empty string."""
     with suppress(OSError):
-        lines = (line.strip() for line in reversed(log.read_text(errors="replace").splitlines()))
-        return next(filter(None, lines), "")[:300]
+        return log.read_bytes()[-_LOG_TAIL:].decode(errors="replace")
     return ""
 
 
