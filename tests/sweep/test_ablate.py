@@ -129,7 +129,7 @@ def test_failing_variant_is_a_row_and_is_not_retried(ablated, tmp_path):
             "not finite: the loss is not a number in 19 steps",
         ),
         ({"loss": lambda step: math.inf if step == 13 else 2.0}, "the loss is not a number in 1 step"),
-        ({"norm": math.nan}, "not finite: loss or gradient norm is not a number"),
+        ({"norm": math.nan}, "not finite: the gradient norm is not a number in 20 steps"),
     ],
 )
 def test_variant_with_nan_is_named(ablated, tmp_path, broken, said):

@@ -12,7 +12,7 @@ from ftbench.core import stats
 from ftbench.core.bottleneck import THERMAL, over_time
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
-from ftbench.core.units import reworded, some
+from ftbench.core.units import reworded
 from ftbench.store.rundir import NOT_FINITE, gpus_of
 
 WALL_TOLERANCE = 0.02  # allowed difference between the sum of the steps and the wall clock
@@ -194,22 +194,6 @@ def not_finite_reason(learned: dict[str, Any], sentences: Sequence[str]) -> str:
     if (learned["first_step"] or 0) <= 1:
         return f"{said}: check the model's weights for NaN (download them again), and train in bf16 or fp32"
     return f"{said}: lower train.learning_rate, or train in bf16 or fp32"
-
-
-def diverged(summary: dict[str, Any], with_nan: bool) -> str:
-    """Return a sentence about NaN or infinite losses or gradient norms, or an empty string.
-
-    Args:
-        summary: Summary of the run. Older summaries have a warning instead of the section `learning`.
-        with_nan: Whether steps.csv contains NaN. If true, a warning about a damaged line can also be returned.
-    """
-    starts = ("the loss is not a number", *(["steps.csv: line"] if with_nan else []))
-    warned = [str(text) for text in summary["warnings"] if text.startswith(starts)]
-    learned = summary.get("learning") or {}
-    if warned or learned.get("state") != NOT_FINITE:
-        return warned[0] if warned else ""
-    steps = some(learned.get("count") or 0, "step")
-    return f"loss or gradient norm is not a number in {steps}, first in step {learned.get('first_step')}"
 
 
 def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any], list[str]]:

@@ -34,18 +34,16 @@ def read_summary(run: RunDir) -> dict[str, Any]:
         return as_dict(_described(run, documents, {"state": "error", "reason": f"cannot be read: {problem}"}))
     written = documents["summary"]
     state = state_of(documents["state"])["state"]
-    if written.get("schema") == SCHEMA and written.keys() >= FIELDS and written["state"] == state:
-        return _judged(run, written)
-    return _judged(run, as_dict(summarise(run)))
-
-
-def _judged(run: RunDir, summary: dict[str, Any]) -> dict[str, Any]:
-    """Set the state to `not finite` if a loss or gradient norm is NaN or infinite. Return the summary."""
-    if summary["state"] != "ok":
-        return summary
-    with_nan = has_nan(run.steps) and summary.get("learning", {}).get("state") != rundir.NOT_FINITE
-    broken = run_warnings.diverged(as_dict(summarise(run)) if with_nan else summary, with_nan)
-    return summary | {"state": rundir.NOT_FINITE, "reason": broken} if broken else summary
+    current = written.get("schema") == SCHEMA and written.keys() >= FIELDS and written["state"] == state
+    # Older summaries lack `learning`, and a line of steps.csv with NaN may be damaged.
+    unseen = written.get("learning", {}).get("state") != rundir.NOT_FINITE and has_nan(run.steps)
+    if not current or unseen:
+        written = as_dict(summarise(run))
+    damaged = [text for text in written["warnings"] if unseen and text.startswith("steps.csv: line")]
+    if written["state"] != "ok" or not (damaged or written.get("learning", {}).get("state") == rundir.NOT_FINITE):
+        return written
+    reason = damaged[0] if damaged else run_warnings.not_finite_reason(written["learning"], written["warnings"])
+    return written | {"state": rundir.NOT_FINITE, "reason": reason}
 
 
 def read_documents(run: RunDir) -> tuple[dict[str, dict[str, Any]], str | None]:
