@@ -94,17 +94,13 @@ def nvml_module() -> Any | None:
     return pynvml
 
 
-def handle_of(nvml: Any, visible: str | None) -> Any | None:
-    """Return the NVML handle of the first visible GPU, or None.
-
-    `visible` has the format of CUDA_VISIBLE_DEVICES: indices in PCI order (ftbench sets CUDA_DEVICE_ORDER) or UUIDs. An
-    empty text hides all GPUs.
-    """
-    first = (visible if visible is not None else "0").split(",")[0].strip()
+def handle_of(nvml: Any, name: str) -> Any | None:
+    """Return the NVML handle of a GPU, or None. `name` is a UUID or an index in PCI order, as ftbench sets it in
+    CUDA_DEVICE_ORDER."""
     try:
-        if first.startswith(("GPU-", "MIG-")):
-            return nvml.nvmlDeviceGetHandleByUUID(first)
-        return nvml.nvmlDeviceGetHandleByIndex(int(first)) if first else None
+        if name.startswith(("GPU-", "MIG-")):
+            return nvml.nvmlDeviceGetHandleByUUID(name)
+        return nvml.nvmlDeviceGetHandleByIndex(int(name))
     except (nvml.NVMLError, ValueError):
         return None
 
@@ -165,11 +161,7 @@ def versions() -> dict[str, str]:
 
 
 def _cpu_model() -> str | None:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or None
-    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return model.group(1) if model else platform.processor() or None
 
 
