@@ -266,7 +266,7 @@ def test_fingerprint_of_the_data_depends_on_tokens_labels_pictures_and_order():
 def test_order_of_length_grouping_depends_on_the_seed():
     made = [Tokens([1] * length, [1] * length, length) for length in range(2, 40)]
     specs = [spec_of(dataset={"seed": seed}, optimizations={"length_grouping": True}) for seed in (1, 1, 2)]
-    orders = [[each.full_length for each in preparing._ordered(spec, made, None)] for spec in specs]
+    orders = [[each.full_length for each in preparing._ordered(spec, made)] for spec in specs]
     assert orders[0] == orders[1] != orders[2]
 
 

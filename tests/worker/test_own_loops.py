@@ -137,7 +137,7 @@ def test_recording_of_verl_s_engine(tmp_path, monkeypatch, method):
         build = verl._with_trl_adapters(lambda _, module: get_peft_model(module, adapters), spec.train.seed)
         model = build(None, model)
     engine = Engine(model)
-    run.write_facts(**effective_config.of_model(model, spec))
+    run.write_facts(**effective_config.of_model(model))
     assert live.model_problems(model, spec) == []
     recording = verl._Recording(run, engine, padded=True)
     recording.recorder.start(3)

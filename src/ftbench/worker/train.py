@@ -50,7 +50,7 @@ def train(run: TrainingRun) -> None:
     recorder = run.recorder = recorder_of(spec, run.directory)
     loop = build_trainer(run, model, tokenizer, data, reference)
     _attach(run, loop, recorder)
-    facts = effective_config.of_model(model := parallel.complete(loop.model), spec)
+    facts = effective_config.of_model(model := parallel.complete(loop.model))
     warnings = [*checkpoint_warnings, *data.warnings, *effective_config.warnings(model, spec, facts)]
     run.write_facts(**facts, **effective_config.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
     run.require_applied(method.verify(model, spec))

@@ -85,7 +85,7 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
             warnings.append("the tokenizer has no chat template: turns are separated by empty lines")
     cut = len(samples) - dataset.eval_samples
     train, evaluation = samples[:cut], [sample.sequences for sample in samples[cut:]]
-    train = _ordered(spec, train, pixels)
+    train = _ordered(spec, train)
     rows = packed(train, dataset.max_length) if spec.optimizations.packing else [each.sequences for each in train]
     flat = [each for row in rows for each in row]
     description = _describe(dataset, flat, len(evaluation), spec.objective.sequences)
@@ -102,7 +102,7 @@ def _require(pixels: Pixels | None, dataset: Dataset) -> Pixels:
     return pixels
 
 
-def _ordered(spec: Experiment, samples: list[Tokens], pixels: Pixels | None) -> list[Tokens]:
+def _ordered(spec: Experiment, samples: list[Tokens]) -> list[Tokens]:
     dataset, batch_size = spec.dataset, spec.train.batch_size
     if dataset.longest_first:
         first = spec.global_batch // spec.objective.group if spec.objective.prompts else batch_size

@@ -179,7 +179,7 @@ class _Loop:
         model, because both models have the same weights."""
         with torch.device("meta"):
             equal = AutoModelForCausalLM.from_config(self._config, dtype=self._model.module.config.params_dtype)
-        facts = effective_config.of_model(equal, self._spec)
+        facts = effective_config.of_model(equal)
         leaves = Counter(type(m).__name__ for m in self._model.module.modules() if not list(m.children()))
         attention = self._model.module.decoder.layers[0].self_attention.core_attention
         live = {

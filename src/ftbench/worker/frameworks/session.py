@@ -84,7 +84,7 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any]) -> Callable[..., Any]
         first: list[tuple[int, Any]] = []
         trainer.compute_loss = _without_counts(trainer, first)
         trainer.add_callback(AfterFirstStep(run, lambda: _check_trainer(run, trainer, first)))
-        run.write_facts(**effective_config.of_model(trainer.model, spec))
+        run.write_facts(**effective_config.of_model(trainer.model))
         run.require_applied(live.model_problems(trainer.model, spec))
         run.phases.enter("train")
         plain(trainer, *args, **kwargs)

@@ -126,7 +126,7 @@ def record(run: TrainingRun, values: dict[str, Any]) -> None:
     # use transformers' schedulers, because verl does not have a linear schedule
     engine.lr_scheduler = get_scheduler(train.lr_scheduler, engine.optimizer, train.warmup_steps, steps)
     run.phases.enter("setup")
-    run.write_facts(**effective_config.of_model(engine.module, run.spec))
+    run.write_facts(**effective_config.of_model(engine.module))
     run.require_applied(live.model_problems(engine.module, run.spec))
     recording = _Recording(run, engine, padded=not values["model"]["use_remove_padding"])
     run.phases.enter("train")

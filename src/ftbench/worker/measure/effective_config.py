@@ -31,7 +31,7 @@ _KINDS = (
 KINDS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head", "other")
 
 
-def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
+def of_model(model: Any) -> dict[str, Any]:
     """Return the sections of applied.json that depend only on the model."""
     kinds = parameters_by_kind(model)
     return {
