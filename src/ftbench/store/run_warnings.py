@@ -158,7 +158,7 @@ HOST_SHARE, HOST_SHARE_BESIDE_GPU = 0.25, 0.5
 GPU_SHARE = 0.05
 
 
-def learning(rows: Sequence[StepRow], loss_scaled: bool) -> dict[str, Any]:
+def learning(rows: Sequence[StepRow], loss_scaled: bool) -> tuple[dict[str, Any], list[str]]:
     """Check that losses and gradient norms are finite.
 
     Args:
@@ -166,26 +166,24 @@ def learning(rows: Sequence[StepRow], loss_scaled: bool) -> dict[str, Any]:
         loss_scaled: Whether the loss is scaled (fp16). A trainer with loss scaling skips steps with infinite gradients.
 
     Returns:
-        `state` (`ok` or `not finite`), `first_step` and `count` of the steps with NaN or infinity. Empty without a
-        loss."""
+        A dict with `state` (`ok` or `not finite`), and `first_step` and `count` of the steps with NaN or infinity. The
+        dict is empty without a loss. And a warning for each quantity that is NaN or infinite in training steps.
+    """
+    columns = {"loss": "the loss"} | ({} if loss_scaled else {"grad_norm": "the gradient norm"})
+    broken = [row for row in rows if not all(finite(getattr(row, name)) for name in columns)]
+    sentences = []
+    for name, text in columns.items():
+        if steps := [row.step for row in broken if row.phase == "train" and not finite(getattr(row, name))]:
+            sentences.append(reworded(f"{text} is not a number in {len(steps)} steps, first in step {steps[0]}"))
     if not any(row.loss is not None for row in rows):
-        return {}
-    broken = [row for row in rows if not finite(row.loss) or not (loss_scaled or finite(row.grad_norm))]
+        return {}, sentences
     state = NOT_FINITE if broken else "ok"
-    return {"state": state, "first_step": broken[0].step if broken else None, "count": len(broken)}
+    return {"state": state, "first_step": broken[0].step if broken else None, "count": len(broken)}, sentences
 
 
 def finite(value: float | None) -> bool:
     """Return False for NaN and infinity. Return True for other values and for None (unknown)."""
     return value is None or math.isfinite(value)
-
-
-def learning_warnings(rows: Sequence[StepRow], loss_scaled: bool) -> list[str]:
-    """Return one warning if the loss is NaN or infinite, and one if the gradient norm is NaN or infinite."""
-    columns = {"loss": "the loss"} | ({} if loss_scaled else {"grad_norm": "the gradient norm"})
-    broken = {text: [row.step for row in rows if not finite(getattr(row, name))] for name, text in columns.items()}
-    return [reworded(f"{text} is not a number in {len(steps)} steps, first in step {steps[0]}")
-            for text, steps in broken.items() if steps]  # fmt: skip
 
 
 def not_finite_reason(learned: dict[str, Any], sentences: Sequence[str]) -> str:

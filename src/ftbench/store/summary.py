@@ -80,8 +80,8 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
     summary.ranks = spread(ranks, warm) | stages(run, len(ranks))
     summary.warnings += [*warnings, *rank_warnings]
     loss_scaled = spec.get("train", {}).get("precision") == "fp16"
-    summary.learning = run_warnings.learning(everything, loss_scaled)
-    summary.warnings += run_warnings.learning_warnings([row for row in everything if row.phase == "train"], loss_scaled)
+    summary.learning, sentences = run_warnings.learning(everything, loss_scaled)
+    summary.warnings += sentences
     if spec.get("measure", {}).get("profile", "off") != "off":  # the profiler slows steps and launches
         summary.warnings += [PROFILED, *run_warnings.warnings(everything, [], 0, machine, {}, ended_well=False)]
         return summary
