@@ -14,7 +14,7 @@ from ftbench.report.document import Section, Table
 from ftbench.spec import ablation
 from ftbench.spec.ablation import Changes, Variant
 from ftbench.spec.experiment import Experiment, resolve
-from ftbench.spec.incompatibilities import KERNELS, unpublished
+from ftbench.spec.incompatibilities import KERNELS
 from ftbench.spec.load import load
 from ftbench.spec.model_argument import spec_text
 from ftbench.store.rundir import first_gpu
@@ -41,8 +41,8 @@ def prepare(request: AblationRequest) -> sweep.Ready:
     checks.check_disk(request.out)
     slots = local_slots((), mock=spec.launch.mock != "off")
     described = runner.describe(spec, slots[0].visible)
-    why = unpublished(spec, checks.capability(described)) if spec.launch.mock == "off" else None
-    plain = resolve(ablation.plain_spec(spec), checks.capability(described))
+    capability, fix = checks.capability(described), f"To measure without the kernels, add --set {KERNELS}=off"
+    plain = resolve(ablation.plain_spec(spec), capability)
     checks.check(plain, described)
     variants = ablation.variants(plain.train.optimizer, request.only, plain.method.name == "full")
     recipe = [f"recipe={ablation.PLAIN}", f"train.optimizer={plain.train.optimizer}"]
@@ -50,7 +50,7 @@ def prepare(request: AblationRequest) -> sweep.Ready:
     plan = AblationPlan(plain, variants, lambda variant: _refused(variant, described), options)
     return sweep.Ready(
         request, spec_text(request.spec), plan, slots, first_gpu(described) or None, list(plan.refused.items()),
-        why and f"{why}. To measure without the kernels, add --set {KERNELS}=off", AblationTables,
+        sweep.without_kernels([("", spec)], capability, fix), AblationTables,
     )  # fmt: skip
 
 

@@ -11,9 +11,8 @@ from ftbench.launch import checks, runner
 from ftbench.report.data.collect import Record
 from ftbench.report.document import Table
 from ftbench.spec.ablation import with_changes
-from ftbench.spec.base import Capability
 from ftbench.spec.experiment import CONTROLS, Experiment, resolve
-from ftbench.spec.incompatibilities import incompatibilities, unpublished
+from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import ImpossibleError, load
 from ftbench.spec.methods import Full, Lora, Method, Qlora
 from ftbench.spec.model_argument import spec_text
@@ -34,6 +33,10 @@ AT_A_TIME = 2  # number of runs at the same time, if they may share the GPU
 NOTE = (
     "each level: its worst number / the limit. forward: loss per sample in nats; gradient: gradients and weight "
     "changes by tensor; training: held-out loss over all seeds in nats, as two one-sided tests"
+)
+WITHOUT_KERNELS = (
+    "To judge a recipe without the kernels, write a file with `recipe: NAME` and "
+    "`optimizations: {triton_kernels: off}`, and name it with --recipe"
 )
 WORST = 8  # tensors shown for each recipe
 
@@ -67,23 +70,12 @@ def prepare(request: ParityRequest) -> command.Ready:
         raise MissingError(f"no recipe can be judged here: {'; '.join(map(': '.join, refused))}")
     options = request.options(request.out / runner.experiment(spec), runner.gpu_name(described), sets)
     plan = ParityPlan(recipes, request.seeds, request.controls == "all", options)
+    judged = ((each.name, load(request.spec, each.sets)) for each in recipes if each.refused is None)
     slots = [LocalSlot(f"run {at + 1}") for at in range(AT_A_TIME if spec.measure.share_gpu else 1)]
     return command.Ready(
         request, spec_text(request.spec), plan, slots, first_gpu(described) or None, refused,
-        _unpublished(request, recipes, checks.capability(described)), ParityTables,
+        command.without_kernels(judged, checks.capability(described), WITHOUT_KERNELS), ParityTables,
     )  # fmt: skip
-
-
-def _unpublished(request: ParityRequest, recipes: Sequence[Contender], capability: Capability) -> str | None:
-    """Return an error message if a recipe is published with Triton kernels and would run without them on this machine.
-    Otherwise return None."""
-    for recipe in recipes:
-        if recipe.refused is None and (why := unpublished(load(request.spec, recipe.sets), capability)):
-            return (
-                f"{recipe.name}: {why}. To judge it without the kernels, write a file with `recipe: {recipe.name}` and "
-                f"`optimizations: {{triton_kernels: off}}`, and name it with --recipe"
-            )
-    return None
 
 
 def _check(spec: Experiment) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from ftbench.errors import MissingError, SpecError
 from ftbench.launch import checks, runner
 from ftbench.launch.live import LiveView
 from ftbench.spec.ablation import settings, with_changes
+from ftbench.spec.base import Capability
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.identity import fingerprint_without_batch
 from ftbench.spec.incompatibilities import KERNELS, unpublished
@@ -85,22 +86,25 @@ def prepare(request: SweepRequest, notify: Callable[[str], None] = lambda text: 
     if request.until_oom and (ignored := [key for key in grid[0].values if key in _SEARCHED]):
         notify(f"--until-oom searches for the largest batch: it ignores the values of {' and '.join(ignored)}")
     impossible = [(cell_name(cell), cell.refused) for cell in grid if cell.refused]
-    plan, without_kernels = planner.plan(), _unpublished(grid, checks.capability(machine))
-    return Ready(request, spec_text(request.spec), plan, slots, planner.device, impossible, without_kernels)
+    specs = ((cell_name(cell), cell.spec) for cell in grid if cell.spec is not None)
+    fix = f"To sweep without the kernels, add --axis {KERNELS}=off"
+    error = without_kernels(specs, checks.capability(machine), fix)
+    return Ready(request, spec_text(request.spec), planner.plan(), slots, planner.device, impossible, error)
 
 
 def cell_name(cell: GridCell) -> str:
     return " ".join(f"{key}={short(value)}" for key, value in cell.values.items())
 
 
-def _unpublished(grid: Sequence[GridCell], capability: tuple[int, int] | None) -> str | None:
-    """Return an error message if cells would run without the published kernels of their recipe, else None."""
-    specs = ((cell, cell.spec) for cell in grid if cell.spec is not None and cell.spec.launch.mock == "off")
-    affected = [(cell_name(cell), why) for cell, spec in specs if (why := unpublished(spec, capability))]
+def without_kernels(specs: Iterable[tuple[str, Experiment]], capability: Capability, fix: str) -> str | None:
+    """Return an error message if specs would run without the published kernels of their recipe, else None. `specs` has
+    pairs (name, spec). `fix` is a sentence about how to run them without the kernels."""
+    reasons = ((name, unpublished(spec, capability)) for name, spec in specs if spec.launch.mock == "off")
+    affected = [(name, why) for name, why in reasons if why]
     if not affected:
         return None
     names = units.listed([name for name, _ in affected if name], 6)
-    return f"{names}{names and ': '}{affected[0][1]}. To sweep without the kernels, add --axis {KERNELS}=off"
+    return f"{names}{names and ': '}{affected[0][1]}. {fix}"
 
 
 def _experiment(grid: Sequence[GridCell]) -> str:
