@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,8 +131,7 @@ def _wait(children: Mapping[int, subprocess.Popen[bytes]], signals_pipe: int) ->
 
 def _send(number: int, children: Sequence[subprocess.Popen[bytes]]) -> None:
     for child in children:
-        with suppress(ProcessLookupError):
-            child.send_signal(number)
+        child.send_signal(number)
 
 
 def _start(
