@@ -23,7 +23,7 @@ from ftbench.worker.data import sources, synthetic
 from ftbench.worker.data.images import Picture
 from ftbench.worker.data.sources import open_rows
 from ftbench.worker.data.tokens import IGNORE, Tokens, tokenise
-from ftbench.worker.model.tokenizer import CHAT_TEMPLATE, build_tokenizer, save_tokenizer
+from ftbench.worker.model.tokenizer import CHAT_TEMPLATE, build_tokenizer
 
 
 def prepare(dataset: Dataset, tokenizer: object, vocabulary: int, batch_size: int) -> preparing.Prepared:
@@ -43,7 +43,7 @@ def answers_of(tokenizer, samples):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder, 8192)
+    build_tokenizer(8192).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 

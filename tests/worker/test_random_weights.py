@@ -106,7 +106,7 @@ def test_unfinished_cache_entry_is_deleted(own_cache, monkeypatch, error, messag
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(random_weights, "save_tokenizer", fail)
+    monkeypatch.setattr(random_weights, "build_tokenizer", fail)
     with pytest.raises(MissingError, match=message):
         materialise(tiny())
     assert [entry for entry in (own_cache / "models").iterdir() if entry.is_dir()] == []
@@ -155,11 +155,11 @@ def test_tokenizer_is_lossless(own_cache):
 
 
 def test_tokenizer_is_deterministic(own_cache, tmp_path):
-    from ftbench.worker.model.tokenizer import save_tokenizer
+    from ftbench.worker.model.tokenizer import build_tokenizer
 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        save_tokenizer(tmp_path / name, 2048)
+        build_tokenizer(2048).save_pretrained(tmp_path / name)
     assert (tmp_path / "a" / "tokenizer.json").read_text() == (tmp_path / "b" / "tokenizer.json").read_text()
 
 

@@ -38,7 +38,13 @@ def of_model(model: Any) -> dict[str, Any]:
         "schema": SCHEMA,
         "device": device_of(model),
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
-        "model": model_facts(model),
+        "model": {
+            "class": type(base_model(model)).__name__,
+            "attention": model.config.get_text_config()._attn_implementation,
+            "layers": len(decoder_layers(model)),
+            "weights_gb_by_dtype": _bytes_by_dtype(model),
+            "modules": dict(Counter(type(m).__name__ for m in model.modules() if not list(m.children())).most_common()),
+        },
         "parameters": {
             "total": sum(kind["total"] for kind in kinds.values()),
             "trainable": sum(kind["trainable"] for kind in kinds.values()),
@@ -47,17 +53,6 @@ def of_model(model: Any) -> dict[str, Any]:
         "trained_dtype": ", ".join(sorted({_dtype(p.dtype) for p in model.parameters() if p.requires_grad})),
         "matmul_shape": asdict(matmul_shape(model)),
         **({"vision_shape": asdict(seen)} if (seen := vision_shape(model)) else {}),
-    }
-
-
-def model_facts(model: Any) -> dict[str, Any]:
-    """Return the class, attention, number of layers, weight sizes and module counts of a model."""
-    return {
-        "class": type(base_model(model)).__name__,
-        "attention": model.config.get_text_config()._attn_implementation,
-        "layers": len(decoder_layers(model)),
-        "weights_gb_by_dtype": _bytes_by_dtype(model),
-        "modules": dict(Counter(type(m).__name__ for m in model.modules() if not list(m.children())).most_common()),
     }
 
 

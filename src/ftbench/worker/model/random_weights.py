@@ -27,7 +27,7 @@ from ftbench.spec.reading import read_config
 from ftbench.store.machine import cache_dir, cache_error
 from ftbench.worker.device import device
 from ftbench.worker.model import mxfp4, nf4, vision
-from ftbench.worker.model.tokenizer import save_tokenizer
+from ftbench.worker.model.tokenizer import IMAGE, build_tokenizer
 
 FORMAT = 1  # part of the cache key: increase it when the same spec gives other weights
 SHARD_BYTES = 4 * 10**9
@@ -109,9 +109,11 @@ def _describe(folder: Path, config: Any, model: Model, layout: str | None) -> No
         experts = {"quant_method": layout, "modules_to_not_convert": _IN_16_BITS}
         config.quantization_config = dict(nf4.CONFIG) if layout == nf4.LAYOUT else experts
     reads_images = vision.reads_images(config)
-    tokenizer = save_tokenizer(folder, int(config.get_text_config().vocab_size), reads_images)
+    tokenizer = build_tokenizer(int(config.get_text_config().vocab_size), reads_images)
+    tokenizer.save_pretrained(folder)
     if reads_images:
-        vision.describe(folder, config, tokenizer)
+        config.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE)
+        vision.processor_of(config).save_pretrained(folder)
     config.save_pretrained(folder)
 
 

@@ -2,7 +2,6 @@
 
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ftbench.facts import SAMPLE
@@ -19,13 +18,6 @@ _PARTS = (  # the content of a message: a text, or a list of images and texts
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}" + IMAGE + "\n{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
 )
-
-
-def save_tokenizer(folder: Path, vocab_size: int, reads_images: bool = False) -> Any:
-    """Create a tokenizer with at most `vocab_size` ids, save it in `folder`, and return it."""
-    tokenizer = build_tokenizer(vocab_size, reads_images)
-    tokenizer.save_pretrained(folder)
-    return tokenizer
 
 
 def build_tokenizer(vocab_size: int, reads_images: bool = False) -> Any:

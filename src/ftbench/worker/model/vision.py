@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -15,7 +14,6 @@ from transformers.models.auto.modeling_auto import (
 from ftbench.families import vision as families
 from ftbench.families.vision import PIXELS, VisionShape
 from ftbench.spec.methods import WITH_IMAGES
-from ftbench.worker.model.tokenizer import IMAGE
 
 # Module and class of a family's image processor. It uses Pillow, or the faster torchvision if installed.
 _PROCESSORS = {
@@ -62,12 +60,6 @@ def limited_pinpoints(config: Any, longest: int) -> list[list[int]]:
     """Return the image sizes [height, width] with sides up to `longest`. If none fits, return the size of one tile."""
     tile = config.vision_config.image_size
     return [list(size) for size in config.image_grid_pinpoints if max(size) <= longest] or [[tile, tile]]
-
-
-def describe(folder: Path, config: Any, tokenizer: Any) -> None:
-    """Save the image processor of a model with random weights, and set `image_token_id` in its configuration."""
-    config.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE)
-    processor_of(config).save_pretrained(folder)
 
 
 def processor_of(config: Any) -> Any:
