@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from ftbench import __version__
-from ftbench.cli.shared import app, current_options, emit, log
+from ftbench.cli.shared import app, check_options, emit, log
 from ftbench.core.units import some
 from ftbench.errors import FtbenchError, MissingError
 
@@ -38,7 +38,8 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 cannot show every character
     try:
-        app(args=current_options(sys.argv[1:]))
+        check_options(sys.argv[1:])
+        app()
     except FtbenchError as error:
         _fail(str(error), error.exit_code)
     except OSError as error:
