@@ -15,11 +15,9 @@ import typer
 
 from ftbench import __version__
 from ftbench.cli.shared import app, check_options, emit, log
-from ftbench.core.units import some
 from ftbench.errors import FtbenchError, MissingError
 
 MODULES = ("train", "plans", "report", "estimate", "machine")  # --help lists them in this order
-_MAX_ERROR_LINES = 20
 atexit.register(gc.freeze)  # saves the garbage collection at exit: 0.1 s of 0.5 s in `report`
 for _name in MODULES:
     importlib.import_module(f"ftbench.cli.{_name}")  # registers its commands with `app`
@@ -49,9 +47,6 @@ def main() -> None:
 
 
 def _fail(text: str, code: int) -> None:
-    lines = text.splitlines()
-    if (more := len(lines) - _MAX_ERROR_LINES) > 0:
-        lines[_MAX_ERROR_LINES:] = [f"… and {some(more, 'more line')}"]
-    for line in lines:
+    for line in text.splitlines():
         log(f"ftbench: {line}")
     sys.exit(code)

@@ -13,10 +13,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ftbench.core import processes
-from ftbench.core.units import parse_seconds, some
+from ftbench.core.units import parse_seconds
 from ftbench.errors import BROKEN_PIPE, INTERRUPTED, MissingError, SpecError
 
-_MAX_LINE = 2000  # maximum number of characters of a line on stderr
 # Keys of the spec that people try as options of `run` and `profile`.
 KEYS = {"--gpus": "launch.gpus=2", "--method": "method=qlora", "--batch-size": "train.batch_size=8"}
 # Groups of options in --help. The most used options are in a first group without a name.
@@ -180,11 +179,8 @@ def emit(result: object, end: str = "\n") -> None:
 
 
 def log(text: str) -> None:
-    """Print a line on stderr, wrapped and without control characters. Cut the middle of a very long line."""
+    """Print a line on stderr, wrapped and without control characters."""
     from ftbench.core.table import printable, wrapped
 
-    line = printable(text)
-    if (more := len(line) - _MAX_LINE) > 0:
-        line = f"{line[: _MAX_LINE // 2]}… ({some(more, 'character')} more) …{line[-_MAX_LINE // 2 :]}"
     with processes.optional_stderr():
-        print(wrapped(line), file=sys.stderr, flush=True)
+        print(wrapped(printable(text)), file=sys.stderr, flush=True)
