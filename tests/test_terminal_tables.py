@@ -57,7 +57,7 @@ def test_every_line_of_a_recommendation_fits(monkeypatch, tmp_path):
     spec = tmp_path / "spec.yaml"
     spec.write_text(SPEC)
     answer = request.answer(
-        request.RecommendRequest(spec, gpu="H100 SXM5,H200 SXM", deadline="8h", samples=20_000, store=tmp_path)
+        request.RecommendRequest(spec, gpu="H100 SXM5,H200 SXM", deadline_s=8 * 3600, samples=20_000, store=tmp_path)
     )
     for width in (80, 120, 160):
         monkeypatch.setenv("COLUMNS", str(width))

@@ -243,7 +243,9 @@ def test_the_shipped_config_is_estimated_by_the_command() -> None:
 
 def test_recommend_keeps_resolution_and_trained_parts(tmp_path: Path) -> None:
     sets = ["optimizations.image_size=336", "method.vision=lora"]
-    answer = recommend.answer(recommend.RecommendRequest(CONFIG, sets, gpu="H200 SXM", samples=20_000, deadline="8h"))
+    answer = recommend.answer(
+        recommend.RecommendRequest(CONFIG, sets, gpu="H200 SXM", samples=20_000, deadline_s=8 * 3600)
+    )
     for option in answer.options:
         assert option.spec.optimizations.image_size == 336
         assert getattr(option.spec.method, "vision", None) == "lora"

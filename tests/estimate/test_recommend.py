@@ -444,7 +444,7 @@ def test_the_decision_guide_has_the_answers_of_recommend(monkeypatch):
     for model in dict.fromkeys(row[0] for row in rows):
         named = {row[1]: row[2:4] for row in rows if row[0] == model}
         sets, night = [f"model.id={model}"], ROOT / "configs" / "night.yaml"
-        request = requests.RecommendRequest(night, sets, gpu=",".join(named), deadline="8h")
+        request = requests.RecommendRequest(night, sets, gpu=",".join(named), deadline_s=8 * 3600)
         best = {option.gpu.name: option for option in requests.answer(request).best_per_gpu()}
         for gpu, (way, batch) in named.items():
             if gpu not in best:
@@ -506,14 +506,14 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
     (["--gpu", "h100", "--samples", "9"], "several GPUs: H100 NVL (94 GB), H100 PCIe (80 GB), H100 SXM5 (80 GB)"),
     (["--gpu", ",", "--samples", "9"], "--gpu: name GPUs"),
     (["--gpu", "H200 SXM"], "--samples: required, because"),
-    (["--gpu", "H200 SXM", "--samples", "0"], "--samples 0: must be from 1"),
-    (["--gpu", "H200 SXM", "--samples", "9", "--deadline", "0h"], "--deadline 0h: write it as 8h"),
-    (["--gpu", "H200 SXM", "--samples", "9", "--deadline=-8h"], "--deadline -8h: write it as 8h"),
-    (["--gpu", "H200 SXM", "--samples", "9", "--deadline", "soon"], "--deadline soon: write it as 8h"),
-    (["--gpu", "H200 SXM", "--samples", "9", "--goal", "best"], "'best' is not a goal (allowed: speed"),
+    (["--gpu", "H200 SXM", "--samples", "0"], "'--samples': Input should be greater than or equal to 1"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--deadline", "0h"], "'--deadline': 0h: write it as 8h"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--deadline=-8h"], "'--deadline': -8h: write it as 8h"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--deadline", "soon"], "'--deadline': soon: write it as 8h"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--goal", "best"], "'best' is not one of 'speed', 'cost'"),
     (["--gpu", "H200 SXM", "--samples", "9", "--goal", "cost"], "--goal cost: needs --prices"),
     (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "5"], "--max-cost 5: needs --prices"),
-    (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "nan", "--prices", "PRICES"], "nan: must be above 0"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "0", "--prices", "PRICES"], "greater than or equal to 0"),
     (["--gpu", "H200 SXM,L40S", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "has no price for L40S"),
     (["--gpu", "H200 SXM,H100 PCIe", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "in JPY and USD"),
     (["--gpu", "H200 SXM", "--samples", "9", "--method", "lora,loar"], "'loar' is not a method"),
@@ -571,9 +571,10 @@ def test_very_many_samples_are_estimated(ftbench, spec_file, count):
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (["--samples", "0"], "--samples 0"), (["--samples", "2.5"], "estimate --help"),
-    (["--hours", "-1"], "--hours -1"),
-    (["--hours", "inf"], "--hours inf"), (["--hours", "1e308"], "at most 1,000,000"),
+    (["--samples", "0"], "'--samples': Input should be greater than or equal to 1"),
+    (["--samples", "2.5"], "estimate --help"),
+    (["--hours", "-1"], "greater than or equal to 0.001"),
+    (["--hours", "inf"], "less than or equal to 1000000"), (["--hours", "1e308"], "less than or equal to 1000000"),
     (["--prices", "/nowhere"], "/nowhere: no such file"),
 ], ids=" ".join)  # fmt: skip
 def test_estimate_rejects_invalid_amounts(ftbench, spec_file, arguments, sentence):

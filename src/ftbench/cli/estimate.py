@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -26,6 +26,7 @@ from ftbench.cli.shared import (
     Wide,
     check_output,
     command,
+    duration,
     emit,
     gpu_count,
     of,
@@ -53,8 +54,8 @@ def estimate(
     length: Length = None,
     recipe: Recipe = None,
     sets: Sets = None,
-    samples: Annotated[int | None, of(INPUT, "number of samples to train on (default: the spec's)")] = None,
-    hours: Annotated[float | None, of(INPUT, "length of a night in hours (default: 8)")] = None,
+    samples: Annotated[int | None, of(INPUT, "number of samples to train on (default: the spec's)", min=1)] = None,
+    hours: Annotated[float | None, of(INPUT, "length of a night in hours (default: 8)", min=0.001, max=10**6)] = None,
     gpus: Annotated[
         int | None, of(CLUSTER, "number of GPUs (default: the spec's)", parser=gpu_count, metavar="N")
     ] = None,
@@ -96,13 +97,17 @@ def data(spec: Spec, dataset: Data = None, sets: Sets = None, as_json: Json = Fa
 def recommend(
     spec: Spec,
     gpu: GpuNames = None,
-    samples: Annotated[int | None, typer.Option(help="number of samples to train on (default: the spec's)")] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="number of samples to train on (default: the spec's)", min=1)
+    ] = None,
     dataset: Data = None,
     length: Length = None,
     sets: Sets = None,
-    deadline: Annotated[str | None, of(LIMITS, "time limit", metavar="8h")] = None,
-    max_cost: Annotated[float | None, of(LIMITS, "cost limit, in the currency of --prices")] = None,
-    goal: Annotated[str, of(LIMITS, "rank by speed, cost, energy or memory")] = "speed",
+    deadline: Annotated[Any, of(LIMITS, "time limit", metavar="8h", parser=duration)] = None,
+    max_cost: Annotated[float | None, of(LIMITS, "cost limit, in the currency of --prices", min=0.001)] = None,
+    goal: Annotated[
+        Literal["speed", "cost", "energy", "memory"], of(LIMITS, "rank by speed, cost, energy or memory")
+    ] = "speed",
     method: Annotated[str | None, of(LIMITS, "methods to compare, such as lora,full")] = None,
     effective_batch: Annotated[
         str | None, of(LIMITS, "samples per optimizer step, or any (default: the spec's)")
@@ -149,7 +154,7 @@ def init(
         str | None, typer.Option(help="file of samples, data set, or mean tokens per sample", metavar="FILE")
     ] = None,
     gpu: GpuNames = None,
-    samples: Annotated[int | None, typer.Option(help="number of samples to train on")] = None,
+    samples: Annotated[int | None, typer.Option(help="number of samples to train on", min=1)] = None,
     output: Output = Path("run.yaml"),
     force: Overwrite = False,
 ) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -38,12 +38,17 @@ def report(
     output: Output = None,
     force: Overwrite = False,
     format: Annotated[
-        str | None, of(OUTPUT, "table, md, csv, json or html; by default from the suffix of -o", "--format")
+        Literal["table", "md", "csv", "json", "html"] | None,
+        of(OUTPUT, "table, md, csv, json or html; by default from the suffix of -o", "--format"),
     ] = None,
     wide: Wide = False,
     baseline: Annotated[str | None, of(ADVANCED, "with --compare: the value to compare with: lora")] = None,
-    rows: Annotated[str, of(ADVANCED, "each: one row per run; merge: one row for all repeats")] = "auto",
-    hours: Annotated[float | None, of(ADVANCED, "with --answers or --prices: length of a night in hours (8)")] = None,
+    rows: Annotated[
+        Literal["auto", "each", "merge"], of(ADVANCED, "each: one row per run; merge: one row for all repeats")
+    ] = "auto",
+    hours: Annotated[
+        float | None, of(ADVANCED, "with --answers or --prices: length of a night in hours (8)", min=0.001)
+    ] = None,
     against: Annotated[Path | None, of(ADVANCED, "earlier runs to compare with; exit code 1 on regression")] = None,
     fail_above: Annotated[str | None, of(ADVANCED, "with --against: largest allowed regression (5%)")] = None,
 ) -> None:

@@ -86,16 +86,15 @@ def gpu_count(text: str) -> int:
     return int(text)
 
 
-def _budget(text: str) -> float:
+def duration(text: str) -> float:
+    """Convert a duration such as `8h`, `90m` or `1h30m` to seconds."""
     if (seconds := parse_seconds(text)) is None:
-        raise SpecError(f"--time-budget {text}: write it as 8h, 90m or 1h30m")
+        raise typer.BadParameter(f"{text}: write it as 8h, 90m or 1h30m")
     return seconds
 
 
 def _interval(text: str) -> float:
-    if text != "off" and parse_seconds(text) is None:
-        raise SpecError(f"--log-every {text}: write it as 60s, 5m or 1h, or off")
-    return parse_seconds(text) or 0.0
+    return 0.0 if text == "off" else duration(text)
 
 
 Spec = Annotated[
@@ -125,7 +124,7 @@ Yes = Annotated[bool, of(OUTPUT, "start without asking, even if the run is likel
 Json = Annotated[bool, of(OUTPUT, "print one JSON document", "--json")]
 # Options of all commands that run a plan.
 TimeBudget = Annotated[
-    Any, of(ADVANCED, "do not start runs that would end later", "--time-budget", metavar="8h", parser=_budget)
+    Any, of(ADVANCED, "do not start runs that would end later", "--time-budget", metavar="8h", parser=duration)
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="only list the runs, their commands and durations")]
 RetryFailed = Annotated[bool, of(ADVANCED, "repeat runs that failed or timed out", "--retry-failed")]

@@ -25,9 +25,7 @@ from ftbench.spec.prices import load_prices
 from ftbench.store import machine
 
 NIGHT_H = 8.0
-MOST_SAMPLES = 10**15
 _MOST_COMPARED, _USUAL_NODE = 64, 8  # GPUs of `--strategy all`
-_MOST_HOURS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,9 @@ def estimate(request: EstimateRequest) -> Answer:
     spec = history.with_sample_count(spec)
     if every:
         return _compare_strategies(spec, targets, request, history)
-    scope, memory_cache = _scope(request), MemoryCache(targets[0].total)
+    prices = None if request.prices is None else load_prices(request.prices)
+    scope = Scope(request.samples, NIGHT_H if request.hours is None else request.hours, prices)
+    memory_cache = MemoryCache(targets[0].total)
     if why := problem(shape_of(spec.model), spec.launch):
         raise SpecError(f"launch.gpus: {why}: choose another number of GPUs or another strategy")
     rows = [_estimated(spec, target, history, memory_cache) for target in targets]
@@ -97,23 +97,6 @@ def _estimated(spec: Experiment, target: Target, history: RunHistory, memory_cac
         reason = str(error)
         fits = memory.verdict != VERDICTS[-1]
         return replace(row, reason=reason if fits else f"{reason.partition(': ')[0]}, and the spec does not fit")
-
-
-def _scope(request: EstimateRequest) -> Scope:
-    """Return the requested samples, hours and prices. Raise SpecError if the samples or hours are out of range."""
-    hours = NIGHT_H if request.hours is None else request.hours
-    prices = None if request.prices is None else load_prices(request.prices)
-    if wrong := wrong_samples(request.samples):
-        raise SpecError(*wrong)
-    if not 0 < hours <= _MOST_HOURS:
-        raise SpecError(f"--hours {hours:g}: must be above 0 and at most {_MOST_HOURS:,}")
-    return Scope(request.samples, hours, prices)
-
-
-def wrong_samples(samples: int | None) -> list[str]:
-    """Return an error message if the number of samples is out of range. Otherwise return an empty list."""
-    possible = samples is None or 1 <= samples <= MOST_SAMPLES
-    return [] if possible else [f"--samples {samples}: must be from 1 to 10^15, for example --samples 20000"]
 
 
 def _compare_strategies(

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 NIGHT_H = 8.0  # hours of a night
 
-_REPEATS = ("auto", "each", "merge")
 _NOT_TIMED = (PROFILED, DAMAGED, RECORDED)  # warnings of runs whose speed is not valid
 
 
@@ -131,9 +130,6 @@ def _of_measured(request: Request, cells: Sequence[Cell], prices: Prices | None)
 
 def _check(request: Request) -> None:
     problems = []
-    formats.known_format(request.format)
-    if request.repeats not in _REPEATS:
-        problems.append(f"--rows {request.repeats}: allowed are {', '.join(_REPEATS)}")
     if request.compare is None and request.baseline is not None:
         problems.append("--baseline needs an axis: add for example --compare method")
     if (request.compare is not None or request.against is not None) and request.sort:
@@ -145,7 +141,5 @@ def _check(request: Request) -> None:
     given = " and ".join(name for name, value in others.items() if value)
     if request.against is not None and given:
         problems.append(f"--against cannot be combined with {given}: leave it out")
-    if request.hours is not None and not 0 < request.hours < 24 * 366:
-        problems.append(f"--hours {request.hours:g}: give a number of hours above 0, for example 8")
     if problems:
         raise SpecError(*problems)

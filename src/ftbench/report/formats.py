@@ -25,14 +25,8 @@ MOST_NOTES = 10  # largest number of notes below a table in text formats
 
 
 def render(report: Report, format_name: str) -> str:
-    """Return the report as text. `known_format` checks the name of the format."""
+    """Return the report as text."""
     return FORMATS[format_name](report)
-
-
-def known_format(format_name: str) -> None:
-    """Raise SpecError if the format is unknown. The message lists all formats."""
-    if format_name not in FORMATS:
-        raise SpecError(f"--format {format_name}: allowed are {', '.join(FORMATS)}{nearest(format_name, FORMATS)}")
 
 
 def format_of(file: Path | None) -> str:

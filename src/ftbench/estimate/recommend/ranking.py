@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.errors import SpecError
@@ -23,7 +23,6 @@ from ftbench.spec.incompatibilities import incompatibilities, machine_incompatib
 from ftbench.spec.prices import Amount, Prices, amount
 
 Objective = Literal["speed", "cost", "energy", "memory"]
-OBJECTIVES = get_args(Objective)
 PACKED = 0.1  # with packing, the samples per step may differ from the effective batch by this share
 
 

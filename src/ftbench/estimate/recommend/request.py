@@ -1,19 +1,14 @@
 """Answer `ftbench recommend`: check the options of the command, and search for the best variants."""
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from ftbench.core.hardware import Gpu, limited_gpu
-from ftbench.core.units import parse_seconds
 from ftbench.errors import SpecError
-from ftbench.estimate.estimates import wrong_samples
 from ftbench.estimate.gpus import gpus_named, probed
 from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.recommend.ranking import (
-    OBJECTIVES,
     Goal,
     Objective,
     Option,
@@ -35,7 +30,7 @@ from ftbench.spec.model_argument import LONGEST, names_model, usual_max_length
 from ftbench.spec.prices import Prices, load_prices
 from ftbench.store import machine
 
-MOST_BATCH, MOST_GPUS = 65_536, 64
+MOST_BATCH = 65_536
 ANY = "any"  # value of --effective-batch that allows any number of samples per step
 _USUAL_BATCH = 16  # samples per step if the user gave a model and no spec
 
@@ -49,10 +44,10 @@ class RecommendRequest:
     gpu: str | None = None
     gpus: int | None = None
     samples: int | None = None
-    deadline: str | None = None
+    deadline_s: float | None = None
     max_cost: float | None = None
     prices: Path | None = None
-    objective: str = "speed"
+    objective: Objective = "speed"
     method: str | None = None
     effective_batch: str | None = None
     store: Path = Path("results")
@@ -60,14 +55,11 @@ class RecommendRequest:
 
 
 def answer(request: RecommendRequest) -> Recommendation:
-    """Return the recommendation. If options are wrong, raise a SpecError that lists all mistakes."""
+    """Return the recommendation. Raise SpecError for wrong options."""
     spec = load(request.spec, request.sets)
     prices = load_prices(request.prices) if request.prices is not None else None
     gpus = tuple(probed(gpu, request.store) for gpu in _gpus(request.gpu))
-    problems = [*_limits(request), *_prices(request, gpus, prices)]
-    if problems:
-        raise SpecError(*problems)
-    deadline = parse_seconds(request.deadline) if request.deadline is not None else None
+    _check_prices(request, gpus, prices)
     history = RunHistory.read(request.store, spec, [gpu.name for gpu in gpus])
     spec = history.with_sample_count(spec)
     most = spec.launch.gpus if request.gpus is None else request.gpus
@@ -75,8 +67,8 @@ def answer(request: RecommendRequest) -> Recommendation:
     if request.samples or request.effective_batch:  # another number of steps than the spec's
         spec = spec.model_copy(update={"train": spec.train.model_copy(update={"max_steps": None})})
     recommendation = recommend(Goal(
-        spec, gpus, samples, deadline, request.max_cost, prices, tuple(counts(most)),
-        cast(Objective, request.objective), _methods(request), effective, history,
+        spec, gpus, samples, request.deadline_s, request.max_cost, prices, tuple(counts(most)),
+        request.objective, _methods(request), effective, history,
     ))  # fmt: skip
     return with_lengths(recommendation)
 
@@ -99,65 +91,45 @@ def _gpus(text: str | None) -> list[Gpu]:
     return [gpu]
 
 
-def _limits(request: RecommendRequest) -> list[str]:
-    problems = _unknown("--goal", request.objective, OBJECTIVES, "goal")
-    if request.deadline is not None and parse_seconds(request.deadline) is None:
-        problems.append(f"--deadline {request.deadline}: write it as 8h, 90m or 1h30m")
-    if request.gpus is not None and not 1 <= request.gpus <= MOST_GPUS:
-        problems.append(f"--gpus {request.gpus}: must be from 1 to {MOST_GPUS}")
-    problems += wrong_samples(request.samples)
-    if request.max_cost is not None and not (0 < request.max_cost < math.inf):
-        problems.append(f"--max-cost {request.max_cost:g}: must be above 0, in the currency of --prices")
-    batch = request.effective_batch
-    if batch not in (None, ANY) and not (batch.isdecimal() and len(batch) < 10 and 1 <= int(batch) <= MOST_BATCH):
-        problems.append(f"--effective-batch {shortened(batch)}: samples per step, from 1 to {MOST_BATCH:,}, or {ANY}")
-    return problems
-
-
-def _prices(request: RecommendRequest, gpus: Sequence[Gpu], prices: Prices | None) -> list[str]:
-    """Return error messages if the cost matters, but prices are missing or have different currencies."""
+def _check_prices(request: RecommendRequest, gpus: Sequence[Gpu], prices: Prices | None) -> None:
+    """Raise SpecError if the cost matters, but prices are missing or have different currencies."""
     why = [f"--max-cost {request.max_cost:g}"] if request.max_cost is not None else []
     why += ["--goal cost"] if request.objective == "cost" else []
     if not why:
-        return []
+        return
     if prices is None:
-        return [f"{' and '.join(why)}: needs --prices FILE with prices per hour"]
+        raise SpecError(f"{' and '.join(why)}: needs --prices FILE with prices per hour")
     lacking = [gpu.name for gpu in gpus if prices.of(gpu.name) is None]
     if lacking:
-        return [f"{prices.path} has no price for {', '.join(lacking)}: add one, or remove the GPU from --gpu"]
+        raise SpecError(f"{prices.path} has no price for {', '.join(lacking)}: add one, or remove the GPU from --gpu")
     currencies = sorted({terms.currency for gpu in gpus if (price := prices.by_gpu[gpu.name])
                          and (terms := price.rent or price.owned)})  # fmt: skip
     if len(currencies) > 1:
-        return [f"{prices.path} has prices in {' and '.join(currencies)}: choose GPUs with prices in one currency"]
-    return []
+        raise SpecError(
+            f"{prices.path} has prices in {' and '.join(currencies)}: choose GPUs with prices in one currency"
+        )
 
 
 def _methods(request: RecommendRequest) -> tuple[str, ...]:
     if request.method is None:
         return ()
-    names = tuple(dict.fromkeys(name.strip() for name in request.method.split(",") if name.strip()))
-    wrong = [sentence for name in names for sentence in _unknown("--method", name, METHODS, "method")]
-    if wrong or not names:
-        raise SpecError(*(wrong or [f"--method {request.method!r}: name methods, for example lora,qlora"]))
-    return names
-
-
-def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[str]:
-    """Return [] if `word` is allowed. Otherwise return [message] with the allowed words and the most similar word."""
+    names = dict.fromkeys(name.strip() for name in request.method.split(","))
     try:
-        known(word, words, kind)
+        return tuple(known(name, METHODS, "method") for name in names)
     except ValueError as error:
-        return [f"{option}: {error}"]
-    return []
+        raise SpecError(f"--method: {error}") from None
 
 
 def _effective(request: RecommendRequest, spec: Experiment, history: RunHistory) -> int | None:
     """Return the samples per step from `--effective-batch`, the spec, or a default. None: any number is allowed."""
-    if request.effective_batch == ANY:
+    batch = request.effective_batch
+    if batch == ANY:
         return None
-    if request.effective_batch is None and names_model(request.spec):
-        return _USUAL_BATCH
-    return int(request.effective_batch) if request.effective_batch else max(1, round(samples_per_step(spec, history)))
+    if batch is None:
+        return _USUAL_BATCH if names_model(request.spec) else max(1, round(samples_per_step(spec, history)))
+    if not (batch.isdecimal() and len(batch) < 10 and 1 <= int(batch) <= MOST_BATCH):
+        raise SpecError(f"--effective-batch {shortened(batch)}: samples per step, from 1 to {MOST_BATCH:,}, or {ANY}")
+    return int(batch)
 
 
 def _samples(request: RecommendRequest, spec: Experiment, history: RunHistory) -> float:
