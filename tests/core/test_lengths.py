@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench.core import stats
-from ftbench.spec.batches import synthetic_lengths
+from ftbench.spec.batches import packed, synthetic_lengths
 from ftbench.spec.datasets import Dataset
 
 some = st.lists(st.integers(1, 512), min_size=1, max_size=120)
@@ -38,12 +38,12 @@ def test_padding_efficiency_is_real_tokens_over_positions():
 
 
 def test_halves_pack_perfectly():
-    assert stats.packing_efficiency([256] * 8, 512) == 1
-    assert stats.packing_efficiency([300, 300, 212, 212], 512) == 1
+    assert len(packed([256] * 8, 512)) == 4
+    assert len(packed([300, 300, 212, 212], 512)) == 2
 
 
 def test_samples_that_do_not_fit_together_get_separate_rows():
-    assert stats.packing_efficiency([300, 300], 512) == 600 / 1024
+    assert len(packed([300, 300], 512)) == 2
 
 
 @given(st.integers(0, 10**6), st.integers(1, 300), st.floats(3, 900), st.integers(8, 2048))

@@ -1,6 +1,5 @@
 """Statistics of step times and of sample lengths in tokens. With too few step times, functions return None."""
 
-import heapq
 import math
 import statistics
 from bisect import bisect_left, bisect_right
@@ -193,15 +192,3 @@ def padding_efficiency(lengths: Sequence[int], batch_size: int) -> float:
     """Return real tokens / computed positions. Each batch of consecutive samples is padded to its longest sample."""
     batches = (lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size))
     return sum(lengths) / sum(max(batch) * len(batch) for batch in batches)
-
-
-def packing_efficiency(lengths: Sequence[int], max_length: int) -> float:
-    """Return real tokens / positions after packing samples into rows of `max_length` tokens. The algorithm is worst-fit
-    decreasing. The packers of real trainers reach at least this value."""
-    rows: list[int] = []  # negative free space of each row, since heapq is a min-heap
-    for n in sorted(lengths, reverse=True):
-        if rows and -rows[0] >= n:
-            heapq.heapreplace(rows, rows[0] + n)
-        else:
-            heapq.heappush(rows, -(max_length - n))
-    return sum(lengths) / (len(rows) * max_length)

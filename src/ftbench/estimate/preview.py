@@ -20,6 +20,7 @@ from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import MOST_SAMPLES, Lengths, file_lengths, lengths_of, shuffled
 from ftbench.estimate.workload.model import shape_of
 from ftbench.facts import SAMPLE
+from ftbench.spec.batches import packed as packed_rows
 from ftbench.spec.datasets import Dataset, check_file, row_example, row_format
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
@@ -103,7 +104,7 @@ def _document(
     batch = spec.global_batch // spec.objective.group if prompts else spec.train.batch_size * spec.objective.sequences
     kept = [min(value, longest) for value in values if not prompts or value <= longest] or [longest]
     padded = stats.padding_efficiency(kept, batch) if prompts else _real_share(spec, kept, images)
-    packed = stats.packing_efficiency(kept, max(longest, *kept))
+    packed = sum(kept) / (longest * len(packed_rows(kept, longest)))
     return {
         "schema": 1, "dataset": spec.dataset.name, "rows": rows, "format": format_name, "source": source,
         "tokens": stats.describe(values), "max_length": longest,
