@@ -29,7 +29,6 @@ SAME_WATTS = 0.02  # relative difference of two power limits that count as the s
 AGREE = 0.05  # largest coefficient of variation of the step times, for runs with two to four steady steps
 COMPILED = 1.25  # least `mean / median` of the step times of a run that compiled in steady steps
 DEFAULT_STORE = Path("results")
-MOST_RUNS = 1000  # reading this many runs takes about a second
 # Phases before the first steady step that every run has. Other phases are rare: a machine creates random weights only
 # once, and a run waits for its GPU only if other runs use this GPU.
 _STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_step", "warmup", "start_and_exit")
@@ -173,39 +172,27 @@ def recorded_spec(run: RunDir) -> Experiment | None:
     if spec.launch.mock != "off":
         return None
     padded = concatenates(spec) and not (spec.optimizations.packing or spec.optimizations.padding_free)
-    if padded and b'"batches": "padding-free"' not in _applied(run):  # older ftbench padded these batches
+    unsloths = rundir.read_json(run.applied).get("unsloth", {}) if padded else {}
+    if padded and unsloths.get("batches") != "padding-free":  # older ftbench padded these batches
         spec = spec.model_copy(update={"method": spec.method.model_copy(update={"padded": True})})
     return spec
-
-
-def _applied(run: RunDir) -> bytes:
-    """Return the content of a run's applied.json as bytes, because parsing the file would take ten times longer."""
-    with suppress(OSError, ValueError):
-        return rundir.read_bytes(run.applied)
-    return b""
 
 
 def is_outdated(run: RunDir, spec: Experiment) -> bool:
     """Return whether a run used older code for ZeRO-3 with checkpointing, which prefetched nothing or too much."""
     late = spec.launch.strategy == "zero3" and spec.optimizations.gradient_checkpointing
-    return bool(late) and b'"layers_ahead"' not in _applied(run)
+    return bool(late) and "layers_ahead" not in rundir.read_json(run.applied).get("parallel", {})
 
 
 def timed_runs(
     paths: Iterable[Path], wanted: Callable[[dict[str, Any]], bool] = lambda summary: True
 ) -> list[TimedRun]:
-    """Return the usable runs in `paths`, without duplicates. `wanted` selects runs by their summary.
-
-    Only the newest MOST_RUNS runs of each path are read."""
+    """Return the usable runs in `paths`, without duplicates. `wanted` selects runs by their summary."""
     by_id: dict[str, TimedRun] = {}
-    for run in (run for path in paths for run in _newest(rundir.find_runs(path))):
+    for run in (run for path in paths for run in rundir.find_runs(path)):
         if (timed := timed_run(run, wanted)) is not None:
             by_id.setdefault(timed.run_id, timed)
     return list(by_id.values())
-
-
-def _newest(runs: list[RunDir]) -> list[RunDir]:
-    return sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:] if len(runs) > MOST_RUNS else runs
 
 
 def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun | None:
