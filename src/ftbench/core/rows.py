@@ -112,14 +112,10 @@ def header() -> str:
 def to_csv(row: StepRow) -> str:
     """Return a row as one line of steps.csv with a newline. Floats have nine significant digits."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerow([_text(getattr(row, name)) for name in COLUMNS])
+    values = [getattr(row, name) for name in COLUMNS]
+    texts = [format(value, ".9g") if isinstance(value, float) else value for value in values]
+    csv.writer(out, lineterminator="\n").writerow(texts)  # None becomes an empty field
     return out.getvalue()
-
-
-def _text(value: Any) -> Any:
-    if value is None:
-        return ""
-    return format(value, ".9g") if isinstance(value, float) else value
 
 
 def parse(values: dict[str, str]) -> StepRow:
