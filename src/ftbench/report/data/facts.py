@@ -59,7 +59,9 @@ def spec_facts(run: RunDir) -> Mapping[str, str]:
 
 def machine_facts(run: RunDir) -> Mapping[str, str]:
     """Return facts about the machine and the applied configuration as {key: text}. Unknown keys are absent."""
-    return dict(_known(_machine(read_json(run.machine)) | _applied(read_json(run.applied))))
+    facts = _machine(read_json(run.machine)) | _applied(read_json(run.applied))
+    return {key: value if isinstance(value, str) else as_text(value)
+            for key, value in facts.items() if value not in (None, "")}  # fmt: skip
 
 
 def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,12 +101,6 @@ def _dtypes(gib: Mapping[str, Any]) -> str:
     norms."""
     known = {name: amount for name, amount in gib.items() if amount}
     return ", ".join(sorted(name for name, amount in known.items() if amount >= _MIN_SHARE * sum(known.values())))
-
-
-def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if value is not None and value != "":
-            yield key, value if isinstance(value, str) else as_text(value)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
