@@ -41,18 +41,12 @@ def experts(family: str, config: Config) -> Experts:
     """Return the experts of one layer. Raise ValueError if a token uses more experts than the layer has."""
     count = config.whole("num_experts" if config.get("num_experts") else "num_local_experts")
     inner = config.whole("moe_intermediate_size", config.whole("intermediate_size"))
-    active, hidden = visited(config, count), config.whole("hidden_size")
+    active, hidden = config.whole("num_experts_per_tok"), config.whole("hidden_size")
+    if active > count:
+        raise ValueError(f"config.json: num_experts_per_tok is {active} and must be at most {count}")
     if family == "gpt_oss":
         return Experts(count, active, inner, "chosen", clamped=True, biases=2 * inner + hidden, router_biases=count)
     return Experts(count, active, inner, float_weights=family == "mixtral")
-
-
-def visited(config: Config, count: int) -> int:
-    """Return the number of experts that a token uses. Raise ValueError if this number is above `count`."""
-    active = config.whole("num_experts_per_tok")
-    if active > count:
-        raise ValueError(f"config.json: num_experts_per_tok is {active} and must be at most {count}")
-    return active
 
 
 def dense_layers(config: Config) -> set[int]:
