@@ -170,12 +170,12 @@ def _layer(layer: Layer, sharding: Sharding) -> Layer:
     moe, parts = layer.experts, sharding.tensor
     kept = 0 if moe is None else layer.parameters["router"]
     # Activations still have rows for the experts of other GPUs (masked: transformers, grouped_mm_experts_forward).
-    local = moe and replace(moe, count=_part(moe.count, sharding.experts), inner=_part(moe.inner, parts))
+    local = moe and replace(moe, count=ceil(moe.count / sharding.experts), inner=ceil(moe.inner / parts))
     cut = replace(
-        layer, heads=_part(layer.heads, parts), kv_heads=_part(layer.kv_heads, parts), inner=_part(layer.inner, parts),
+        layer, heads=ceil(layer.heads / parts), kv_heads=ceil(layer.kv_heads / parts), inner=ceil(layer.inner / parts),
         linears=tuple(_linear(linear, parts) for linear in layer.linears),
         norms=tuple(_norm(norm, parts) for norm in layer.norms), experts=local,
-        fused_values=_part(layer.fused_values, parts),
+        fused_values=ceil(layer.fused_values / parts),
     )  # fmt: skip
     # the router of each GPU still chooses among all experts
     return replace(cut, others=cut.others + kept - (cut.parameters["router"] if moe else 0))
@@ -183,20 +183,16 @@ def _layer(layer: Layer, sharding: Sharding) -> Layer:
 
 def _linear(linear: Linear, parts: int) -> Linear:
     if linear.name in _BY_OUTPUTS:
-        return replace(linear, outputs=_part(linear.outputs, parts))
-    return replace(linear, inputs=_part(linear.inputs, parts)) if linear.name in _BY_INPUTS else linear
+        return replace(linear, outputs=ceil(linear.outputs / parts))
+    return replace(linear, inputs=ceil(linear.inputs / parts)) if linear.name in _BY_INPUTS else linear
 
 
 def _norm(norm: Norm, parts: int) -> Norm:
     """Return the norm for the attention heads of this GPU. The weight is not split, because all heads share it."""
     if norm.position != "head" or norm.groups == 1:
         return norm
-    groups = _part(norm.groups, parts)
+    groups = ceil(norm.groups / parts)
     return replace(norm, width=norm.parameters * groups, groups=groups)
-
-
-def _part(count: int, parts: int) -> int:
-    return ceil(count / parts)
 
 
 def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
