@@ -158,15 +158,14 @@ def _cut(text: str) -> str:
 class DeviceWork:
     """A kernel on the GPU. If there is no GPU, it is a time interval in which a CPU operator ran its own code.
 
-    `operator` is the innermost operator that launched the kernel, or empty. `call` is 1 for a kernel and for the first
-    interval of an operator call, otherwise 0: the sum is the number of calls. `begin` and `end` are in ms.
+    `call` is 1 for a kernel and for the first interval of an operator call, otherwise 0: the sum is the number of
+    calls. `begin` and `end` are in ms.
     """
 
     name: str
     group: str
     begin: float
     end: float
-    operator: str
     phase: str
     call: int = 1
 
@@ -209,12 +208,11 @@ def _on_gpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> Iterator[Device
     for kernel in trace.kernels:
         call = calls.get(kernel.correlation or 0)
         around = list(enclosing(call))
-        operators = [span.name for span in around if span.kind == "op"]
         phase = phases.at(call.begin) if call else rows.OTHER
         group = group_of_kernel(
             kernel.name, (span.name for span in around), phase, any(_of_loss(span, loss) for span in around)
         )
-        yield DeviceWork(kernel.name, group, kernel.begin, kernel.end, next(iter(operators), ""), phase)
+        yield DeviceWork(kernel.name, group, kernel.begin, kernel.end, phase)
 
 
 def _on_cpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> list[DeviceWork]:
@@ -240,7 +238,7 @@ def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator
             group = group_of_operator(
                 span.name, (each.name for each in around), phase, any(_of_loss(each, loss) for each in (span, *around))
             )
-            yield DeviceWork(span.name, group, begin, until, span.name, phase, int(first))
+            yield DeviceWork(span.name, group, begin, until, phase, int(first))
 
     for span in spans:
         while stack and stack[-1].end <= span.begin:
