@@ -223,10 +223,8 @@ def test_corrected_intervals_hold_simultaneously():
     assert tables(12) <= 0.07
 
 
-def test_a_wide_interval_is_vague():
-    stalled = ratio_of_runs([1213.0, 1451.0], [15401.0, 15488.0])
-    assert (stalled.vague, stalled.direction) == (True, "higher")
-    assert not ratio_of_runs([9116.0, 9131.0], [16383.0, 16431.0]).vague
+def test_a_wide_interval_shows_the_direction():
+    assert ratio_of_runs([1213.0, 1451.0], [15401.0, 15488.0]).direction == "higher"
     assert math.isfinite(ratio_of_runs([1.0, 1e9], [1e9, 1.0], comparisons=100).high)
 
 

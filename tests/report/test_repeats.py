@@ -10,6 +10,7 @@ from itertools import combinations
 
 import pytest
 
+from ftbench.core.compare import ratio_of_runs
 from ftbench.report.build import Request, report
 from ftbench.report.compare import words
 from ftbench.report.compare.pairs import compare, noise_of, pair_of
@@ -211,6 +212,8 @@ def test_very_wide_interval_is_described_in_words(tmp_path):
     assert pair.speed.high > 1000
     assert words.change(pair.speed).startswith("≈ +100.")
     assert "[" not in words.change(pair.speed)
+    assert "[" not in words.change(ratio_of_runs([1213.0, 1451.0], [15401.0, 15488.0]))
+    assert "[" in words.change(ratio_of_runs([9116.0, 9131.0], [16383.0, 16431.0]))
 
 
 def test_runs_on_a_shared_gpu_have_no_valid_speed(tmp_path):

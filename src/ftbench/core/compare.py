@@ -38,7 +38,6 @@ TYPICAL_FREEDOM = 1
 # Standard deviation of log(rate) between sittings (cards or days) of one spec; the second value is for launch-bound
 # specs. In results/h200, seven specs have two to four sittings: median 1.7 %, launch-bound 6.2 %.
 SITTING_SPREAD, LAUNCH_BOUND_SPREAD = 0.02, 0.06
-_VAGUE = 4.0  # if high / low is larger, the interval shows little more than the direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +73,6 @@ class Ratio:
             return "unknown"
         likely = "likely " if min(self.runs) == 1 else ""
         return f"{likely}{self.direction}" if self.direction else "not distinguishable"
-
-    @property
-    def vague(self) -> bool:
-        """Whether the interval is very wide: its upper bound is more than 4 times its lower bound."""
-        return self.low is not None and self.high is not None and self.high > _VAGUE * self.low
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from ftbench.report.compare.pairs import Pair
 from ftbench.report.data.cells import Cell, run_of
 from ftbench.report.runs_table import MOST_NAMED
 
+_VAGUE = 4.0  # if high / low is larger, the interval shows little more than the direction
 _KEYS = {"dataset.order_hash": "the order of the tokens", "dataset.hash": "the tokens of the data set"}
 
 
@@ -25,7 +26,7 @@ def change(ratio: Ratio | None) -> str:
     if ratio.low is None or ratio.high is None:
         return f"{value} % ?"
     sign = "≈ " if not ratio.direction else "likely " if ratio.verdict.startswith("likely") else ""
-    if ratio.vague:
+    if ratio.high > _VAGUE * ratio.low:
         return f"{sign}{value} %, uncertain by a factor of {math.sqrt(ratio.high / ratio.low):,.2g}"
     return f"{sign}{value} % [{_percent(ratio.low)}, {_percent(ratio.high)}]"
 
