@@ -7,7 +7,7 @@ from pathlib import Path
 from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate.gpus import gpus_named, probed
-from ftbench.estimate.memory.largest_batch import MemoryCache
+from ftbench.estimate.memory.largest_batch import MOST_BATCH, MemoryCache
 from ftbench.estimate.recommend.ranking import (
     Goal,
     Objective,
@@ -30,7 +30,6 @@ from ftbench.spec.model_argument import LONGEST, names_model, usual_max_length
 from ftbench.spec.prices import Prices, load_prices
 from ftbench.store import machine
 
-MOST_BATCH = 65_536
 ANY = "any"  # value of --effective-batch that allows any number of samples per step
 _USUAL_BATCH = 16  # samples per step if the user gave a model and no spec
 
