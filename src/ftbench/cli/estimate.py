@@ -54,7 +54,9 @@ def estimate(
     length: Length = None,
     recipe: Recipe = None,
     sets: Sets = None,
-    samples: Annotated[int | None, of(INPUT, "number of samples to train on (default: the spec's)", min=1)] = None,
+    samples: Annotated[
+        int | None, of(INPUT, "number of samples to train on (default: the spec's)", min=1, max=10**15)
+    ] = None,
     hours: Annotated[float | None, of(INPUT, "length of a night in hours (default: 8)", min=0.001, max=10**6)] = None,
     gpus: Annotated[
         int | None, of(CLUSTER, "number of GPUs (default: the spec's)", parser=gpu_count, metavar="N")
@@ -98,7 +100,7 @@ def recommend(
     spec: Spec,
     gpu: GpuNames = None,
     samples: Annotated[
-        int | None, typer.Option(help="number of samples to train on (default: the spec's)", min=1)
+        int | None, typer.Option(help="number of samples to train on (default: the spec's)", min=1, max=10**15)
     ] = None,
     dataset: Data = None,
     length: Length = None,
@@ -154,7 +156,7 @@ def init(
         str | None, typer.Option(help="file of samples, data set, or mean tokens per sample", metavar="FILE")
     ] = None,
     gpu: GpuNames = None,
-    samples: Annotated[int | None, typer.Option(help="number of samples to train on", min=1)] = None,
+    samples: Annotated[int | None, typer.Option(help="number of samples to train on", min=1, max=10**15)] = None,
     output: Output = Path("run.yaml"),
     force: Overwrite = False,
 ) -> None:

@@ -47,7 +47,7 @@ def report(
         Literal["auto", "each", "merge"], of(ADVANCED, "each: one row per run; merge: one row for all repeats")
     ] = "auto",
     hours: Annotated[
-        float | None, of(ADVANCED, "with --answers or --prices: length of a night in hours (8)", min=0.001)
+        float | None, of(ADVANCED, "with --answers or --prices: length of a night in hours (8)", min=0.001, max=10**6)
     ] = None,
     against: Annotated[Path | None, of(ADVANCED, "earlier runs to compare with; exit code 1 on regression")] = None,
     fail_above: Annotated[str | None, of(ADVANCED, "with --against: largest allowed regression (5%)")] = None,
