@@ -38,8 +38,11 @@ def page(report: Report) -> str:
     answer = next((section for section in report.sections if section.key == ANSWER), None)
     groups = [section for section in report.sections if section.key.startswith(f"{ANSWER}_")]
     columns = [column for column in zip(table.headings, table.words, strict=True) if column[0] != NUMBER]
+    title = f"{units.some(len(report.records), 'fine-tuning run')} without a valid speed"
+    if answer and answer.records:
+        title = answer.paragraphs[0].partition(". ")[0].partition(" (95 %")[0]  # the first sentence of the answer
     text = environment.from_string(_asset("page.html")).render(
-        title=_title(answer, len(report.records)), answer=answer,
+        title=title, answer=answer,
         bars=_bars(answer, report), groups=groups,
         sections=[each for each in report.sections if each is not answer and each not in groups],
         context=table.title, columns=columns, notes=table.notes, rows=_rows(report.records, table.headings, table.rows),
@@ -60,13 +63,6 @@ def _code(text: str) -> Markup:
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
-
-
-def _title(answer: Section | None, count: int) -> str:
-    """Return the title of the page: the first sentence of the answer, or the number of runs."""
-    if answer and answer.records:
-        return answer.paragraphs[0].partition(". ")[0].partition(" (95 %")[0]
-    return f"{units.some(count, 'fine-tuning run')} without a valid speed"
 
 
 def _bars(answer: Section | None, report: Report) -> list[Record]:

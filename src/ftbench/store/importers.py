@@ -71,6 +71,9 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
         experiment_name(about.name)
     except ValueError as error:
         raise SpecError(f"import: --name {about.name!r:.90} {error}") from None
+    for option, text in {"--model": about.model, "--gpu": about.gpu}.items():
+        if text is not None and not text.strip():
+            raise SpecError(f"import: {option} is empty: name the model, and the GPU or cpu")
     if about.method not in METHODS:
         raise SpecError(f"import: {about.method!r} is not a method (allowed: {', '.join(METHODS)})")
     try:

@@ -241,7 +241,7 @@ def _record(comparison: Comparison, cell: Cell, pair: Pair | None, keys: Sequenc
         "run_ids": " ".join(run.run_id for run in cell.runs),
         "numbers": " ".join(number_of(run.record) for run in cell.runs),
         "baseline_run_ids": " ".join(run.run_id for run in before.runs) if before else None,
-        "same_recipe": pair.iso if pair and before else None,
+        "same_recipe": not pair.differences if pair and before else None,
         "differences": "; ".join(map(str, pair.differences)) if pair and before else None,
         "reason": pair.reason if pair else None,
     }  # fmt: skip

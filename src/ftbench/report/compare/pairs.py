@@ -55,11 +55,6 @@ class Pair:
     break_even: BreakEven | None = None
     reason: str = ""
 
-    @property
-    def iso(self) -> bool:
-        """Whether the cell and its baseline differ only in the compared key."""
-        return self.baseline is not None and not self.differences
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
