@@ -24,6 +24,7 @@ from ftbench.estimate.memory.estimate import constants, estimate_memory
 from ftbench.estimate.memory.phases import GATHERED, MemoryCase, peak, phases
 from ftbench.estimate.memory.share import gathered, share
 from ftbench.estimate.recommend import request as recommend
+from ftbench.estimate.recommend.candidates import launches
 from ftbench.estimate.recommend.spec_file import run_command
 from ftbench.estimate.time.communication import traffic
 from ftbench.estimate.time.duration import MEASURED, estimate_duration
@@ -562,6 +563,19 @@ def test_strategy_all_uses_the_specs_gpus_and_rejects_unused_options(tmp_path: P
         estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all", samples=100, hours=4))
     with pytest.raises(SpecError, match="on one kind of GPU: name one, such as H100 SXM5"):
         estimate(EstimateRequest(path, gpu="H100 SXM5,L40S", strategy="all"))
+
+
+@pytest.mark.parametrize("gpus", [5, 600])
+def test_strategies_that_cannot_use_a_number_of_gpus_are_left_out(tmp_path: Path, gpus: int) -> None:
+    """`pp+ddp` needs an even number of GPUs, and `pp` at most 512."""
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {id: tiny/qwen3, weights: random}\nmethod: lora\n")
+    names = {each.strategy for each in launches(load(path), gpus)}
+    assert "fsdp" in names
+    assert ("pp+ddp" in names) == (gpus == 600)
+    if gpus == 5:
+        table = estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=gpus, strategy="all")).document
+        assert {row["gpus"] for row in json.loads(table)["strategies"]} == {1, 2, 4, 5}
 
 
 def test_a_problem_of_many_strategies_is_listed_once(tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ def _set_width(wide: bool) -> bool:
 
 
 def gpu_count(text: str) -> int:
-    """Return the value of `--gpus` as an integer. Raise SpecError if it is not at least 1."""
-    if not text.isdecimal() or not int(text):
-        raise SpecError(f"--gpus {text}: must be a number of GPUs, for example --gpus 2; --gpu names the card")
+    """Return the value of `--gpus` as an integer. Raise SpecError if it is not from 1 to 1024."""
+    if not text.isdecimal() or len(text) > 4 or not 1 <= int(text) <= 1024:
+        raise SpecError(f"--gpus {text}: must be a number from 1 to 1024, for example --gpus 2; --gpu names the card")
     return int(text)
 
 

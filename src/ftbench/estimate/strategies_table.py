@@ -15,7 +15,7 @@ from ftbench.estimate.recommend.candidates import Candidate
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.model import shape_of
-from ftbench.estimate.workload.sharding import STRATEGIES, counts, fewest, on_gpus, problem, shared_how
+from ftbench.estimate.workload.sharding import STRATEGIES, can_use, counts, on_gpus, problem, shared_how
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch
 
@@ -39,7 +39,7 @@ def rows(spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, total
     spec is rounded up to a multiple of the micro-batches."""
     mesh, table = {"tp+fsdp": 2 * (spec.launch.tp or 1)}, list[Row]()
     pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts(most)[1:]
-                            if count >= max(fewest(strategy), mesh.get(strategy, 2)))]  # fmt: skip
+                            if count >= mesh.get(strategy, 2) and can_use(spec, count, strategy))]  # fmt: skip
     single = Candidate(on_gpus(spec, 1, "none"))
     for strategy, count in pairs:
         known = strategies.STRATEGIES.get(strategy)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ftbench.estimate.memory.largest_batch import with_batch
 from ftbench.estimate.workload.model import shape_of
-from ftbench.estimate.workload.sharding import fewest, on_gpus, problem
+from ftbench.estimate.workload.sharding import can_use, on_gpus, problem
 from ftbench.facts import read_facts
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch
@@ -48,7 +48,7 @@ def launches(spec: Experiment, gpus: int) -> list[Launch]:
     model = shape_of(spec.model)
     shared = (
         on_gpus(spec, gpus, name, offload).launch
-        for name, strategy in strategies.STRATEGIES.items() if gpus >= fewest(name)
+        for name, strategy in strategies.STRATEGIES.items() if can_use(spec, gpus, name)
         for offload in ("none", *strategy.offloads)
     )  # fmt: skip
     return [launch for launch in shared if problem(model, launch) is None]

@@ -1,5 +1,6 @@
 """Describe how several GPUs share a run: the part of the model and the part of the batch on each GPU."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -106,9 +107,11 @@ def shared_how(launch: Launch) -> str:
     return launch.strategy + ("" if launch.offload == "none" else f", {launch.offload} offloaded")
 
 
-def fewest(strategy: str) -> int:
-    """Return the smallest number of GPUs for a strategy: 2 for `fsdp`, 4 for `tp+fsdp`, 8 for `pp+tp+fsdp`."""
-    return int(2 ** len(strategy.split("+")))
+def can_use(spec: Experiment, gpus: int, strategy: str) -> bool:
+    """Return whether a strategy can use this number of GPUs: `tp+fsdp` needs 4 or more, `pp+ddp` an even number."""
+    with suppress(ValueError):
+        return on_gpus(spec, gpus, strategy).launch.gpus >= 1 << len(strategy.split("+"))
+    return False
 
 
 def counts(most: int) -> list[int]:
