@@ -75,6 +75,14 @@ def members(path: Path) -> dict[str, bytes]:
         return {member.name: tar.extractfile(member).read() for member in tar.getmembers()}
 
 
+def test_a_run_whose_name_is_not_utf8_can_be_packed(tmp_path):
+    run = made_run(tmp_path / "results")
+    named = run.path.rename(os.fsdecode(os.fsencode(run.path) + b"\xff"))
+    bundle.make([named], tmp_path / "x.tar.zst")
+    with bundle.opened(tmp_path / "x.tar.zst") as folder:
+        assert [each.run_id for each in rundir.find_runs(folder)] == [named.name]
+
+
 def command(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     return warm.run(arguments, os.environ | {"COLUMNS": "2000"} | variables)
 

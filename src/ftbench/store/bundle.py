@@ -77,7 +77,7 @@ def make(paths: Sequence[Path], output: Path) -> PackedBundle:
                 hashes[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
                 _add(tar, name, data)
             manifest = {"schema": SCHEMA, "ftbench": __version__, "files": hashes}
-            _add(tar, MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
+            _add(tar, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
         os.replace(temporary, output)
     except OSError as error:
         raise disk_error(output, error) from None
