@@ -514,6 +514,7 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
     (["--gpu", "H200 SXM", "--samples", "9", "--goal", "cost"], "--goal cost: needs --prices"),
     (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "5"], "--max-cost 5: needs --prices"),
     (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "0", "--prices", "PRICES"], "greater than or equal to 0"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "nan", "--prices", "PRICES"], "greater than or equal to 0"),
     (["--gpu", "H200 SXM,L40S", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "has no price for L40S"),
     (["--gpu", "H200 SXM,H100 PCIe", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "in JPY and USD"),
     (["--gpu", "H200 SXM", "--samples", "9", "--method", "lora,loar"], "'loar' is not a method"),
@@ -574,7 +575,7 @@ def test_very_many_samples_are_estimated(ftbench, spec_file, count):
     (["--samples", "0"], "'--samples': Input should be greater than or equal to 1"),
     (["--samples", "2.5"], "estimate --help"),
     (["--hours", "-1"], "greater than or equal to 0.001"),
-    (["--hours", "inf"], "less than or equal to 1000000"), (["--hours", "1e308"], "less than or equal to 1000000"),
+    *[(["--hours", hours], "less than or equal to 1000000") for hours in ("nan", "inf", "1e308")],
     (["--prices", "/nowhere"], "/nowhere: no such file"),
 ], ids=" ".join)  # fmt: skip
 def test_estimate_rejects_invalid_amounts(ftbench, spec_file, arguments, sentence):
