@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from ftbench.store import machine
 
@@ -84,3 +87,14 @@ def test_of_two_probes_the_highest_rates_and_the_smallest_memory_count(tmp_path)
     assert machine.ceilings(tmp_path, "NVIDIA H100 80GB HBM3") == {
         "tflops": {"bf16": 750}, "memory_gbs": 3000, "launch_us": 7.0, "usable_gb": 78.5, "driver_total_gb": 79.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"), [("", []), ("1", [1]), ("0, 1", [0, 1]), ("GPU-a, GPU-b", ["GPU-a", "GPU-b"])]
+)
+def test_visible_gpus_may_be_separated_by_spaces(monkeypatch, visible, found):
+    nvml = SimpleNamespace(nvmlDeviceGetHandleByUUID=str, nvmlDeviceGetHandleByIndex=int, NVMLError=OSError)
+    monkeypatch.setattr(machine, "nvml_module", lambda: nvml)
+    monkeypatch.setattr(machine, "_gpu", lambda _, handle: handle)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.gpus(count=2) == found

@@ -78,7 +78,7 @@ def gpus(visible: str | None = None, count: int = 1) -> list[dict[str, Any]]:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
     names = [str(index) for index in range(count)] if visible is None else visible.split(",")[:count]
-    handles = (handle_of(nvml, name) for name in names)
+    handles = (handle_of(nvml, name.strip()) for name in names)
     return [_gpu(nvml, handle) for handle in handles if handle is not None]
 
 
