@@ -445,7 +445,7 @@ def test_progress_lines_without_a_terminal(tmp_path, ftbench):
 def test_invalid_interval_is_an_error(tmp_path, ftbench):
     code, _, err = ftbench("run", write_spec(tmp_path), "--log-every", "often")
     assert code == 2
-    assert "'--log-every': often: write it as 8h, 90m or 1h30m" in err
+    assert "'--log-every': often: write it as 8h, 90m or 1h30m, or off" in err
 
 
 def test_run_notes_that_it_ignores_the_sweep_section(tmp_path, ftbench):

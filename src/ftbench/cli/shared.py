@@ -92,15 +92,15 @@ def gpu_count(text: str) -> int:
     return int(text)
 
 
-def duration(text: str) -> float:
+def duration(text: str, others: str = "") -> float:
     """Convert a duration such as `8h`, `90m` or `1h30m` to seconds."""
     if (seconds := parse_seconds(text)) is None:
-        raise typer.BadParameter(f"{text}: write it as 8h, 90m or 1h30m")
+        raise typer.BadParameter(f"{text}: write it as 8h, 90m or 1h30m{others}")
     return seconds
 
 
 def _interval(text: str) -> float:
-    return 0.0 if text == "off" else duration(text)
+    return 0.0 if text == "off" else duration(text, ", or off")
 
 
 Spec = Annotated[
