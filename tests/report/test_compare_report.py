@@ -313,7 +313,7 @@ def test_baseline_with_the_same_graph_is_preferred(tmp_path):
         (["--compare", "method", "--baseline", "l"], "matches full, lora: write the full value"),
         (["--baseline", "lora"], "needs an axis"),
         (["--rows", "merged"], "'merged' is not one of 'auto', 'each', 'merge'"),
-        (["--hours", "-1"], "'--hours': Input should be greater than or equal to 0.001"),
+        (["--hours", "-1"], "Invalid value for '--hours'"),
         (["--fail-above", "5%"], "--fail-above needs --against"),
         (["--compare", "method", "--format", "jsn"], "is not one of 'table', 'md', 'csv', 'json', 'html'"),
     ],
