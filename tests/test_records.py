@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
@@ -250,7 +251,16 @@ def test_the_page_on_profiles_states_the_power_limit_the_clocks_and_the_effects_
     device, speed = ([median(each, *key) for each in (new, old)]
                      for key in (("memory_gb", "device_peak"), ("tokens_per_s", "real")))  # fmt: skip
     assert f"{device[0]:.2f} instead of {device[1]:.2f} GiB, but {speed[0]:,.0f} instead of {speed[1]:,.0f} tok" in page
-    (folder,) = (results / "records").glob("2026-11-28T2001*/.left-out/moe-experts")
-    device, speed = (median(folder, *key)
-                     for key in (("memory_gb", "device_peak"), ("tokens_per_s", "real")))  # fmt: skip
-    assert f"With a graph {speed:,.0f}, but {device:.1f} instead" in page
+    new = next((results / "records").glob("2026-11-28T2001*"))
+    tokens, images = ("tokens_per_s", "real"), ("images_per_s", "images")
+    for folder, sitting, row, keys, digits in (
+        (new, "2026-11-28T1711-976d01ab-f5085587", "moe-fastest", tokens, 0),
+        (new / ".left-out", "2026-11-28T1015-cbbea112-1b5eba68", "moe-experts", tokens, 0),
+        (new / ".left-out", "2026-11-28T1015-cbbea112-1b5eba68", "moe-experts", ("memory_gb", "device_peak"), 1),
+        (new, "2026-11-28T1402-ac0616f3-84608fb2", "images-fastest-fp8", images, 2),
+    ):
+        now, earlier = (
+            geometric_mean(read_json(file)[keys[0]][keys[1]] for file in (each / row).glob("*/summary.json"))
+            for each in (folder, results / "records" / sitting)
+        )
+        assert f"{now:,.{digits}f} instead of {earlier:,.{digits}f} " in page

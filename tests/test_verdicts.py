@@ -50,6 +50,17 @@ def test_committed_verdicts_follow_from_the_recorded_errors(folder):
         assert max(each.share for each in checks if ": median" not in each.what) <= 0.9
 
 
+def test_the_page_on_verdicts_states_the_check_that_fastest_vision_fp8_failed():
+    runs = records(ROOT / "results/h200/parity/judged/fastest-vision-fp8")
+    ((spec, record),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
+    checks = verdict.tensor_checks(record, yardsticks(spec, runs), spec)
+    (failed,) = [each for each in checks if each.share > 1]
+    text = " ".join((ROOT / "docs/evidence/parity.md").read_text("utf-8").split())
+    assert f"`fastest-vision-fp8` failed one of {len(checks):,} checks" in text
+    percents = f"{100 * failed.number:.1f} % smaller than in the reference (limit {100 * failed.limit:.1f} %)"
+    assert f"the weight change of one matrix was {percents}" in text
+
+
 @pytest.mark.parametrize(("factor", "state"), [(0.0, "pass"), (0.02, "fail"), (-0.03, "fail")])
 def test_another_clipping_factor_fails_beyond_its_rounding(factor, state):
     """Clipping multiplies all second moments by one factor. Change it in a run of a recipe with 16-bit gradients."""

@@ -161,11 +161,7 @@ def versions() -> dict[str, str]:
 
 
 def _cpu_model() -> str | None:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:  # macOS
-        text = ""
-    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return model.group(1) if model else platform.processor() or None
 
 

@@ -166,8 +166,9 @@ def learning(rows: Sequence[StepRow], loss_scaled: bool) -> tuple[dict[str, Any]
         loss_scaled: Whether the loss is scaled (fp16). A trainer with loss scaling skips steps with infinite gradients.
 
     Returns:
-        A dict with `state` (`ok` or `not finite`), and `first_step` and `count` of the steps with NaN or infinity. The
-        dict is empty without a loss. And a warning for each quantity that is NaN or infinite in training steps.
+        A dict, which is empty without a loss, and a list of warnings. The dict has the `state` (`ok` or `not finite`),
+        and `first_step` and `count` of the steps with NaN or infinity. The warnings name the quantities that are NaN or
+        infinite in training steps.
     """
     columns = {"loss": "the loss"} | ({} if loss_scaled else {"grad_norm": "the gradient norm"})
     broken = [row for row in rows if not all(finite(getattr(row, name)) for name in columns)]
