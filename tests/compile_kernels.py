@@ -14,10 +14,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ftbench.kernels import adamw, adapted_swiglu, delayed_cast, expert_rows, rms_norm, rotary, swiglu
+from ftbench.kernels import (
+    adamw,
+    adapted_swiglu,
+    clamped_gate,
+    delayed_cast,
+    expert_adapters,
+    expert_rows,
+    rms_norm,
+    rotary,
+    swiglu,
+)  # fmt: skip
 
 SCALARS = dict.fromkeys(("eps", "lr", "decay", "fresh1", "fresh2", "root"), "fp32")  # all others are integers
-NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|size|seed|tokens|.*rank")
+NUMBERS = re.compile(r".*_(row|head|stride)$|groups|columns|positions|heads|pairs|size|seed|tokens|.*rank")
 
 
 def cases(norm: bool):
@@ -31,8 +41,13 @@ def cases(norm: bool):
     yield adapted_swiglu._adapted_swiglu_backward, {**gate, "AGAIN": norm}
     plain = dict.fromkeys(("scale1", "numbers1", "scale2", "numbers2"))
     yield adamw._adamw, {"BLOCK": adamw.BLOCK, "num_warps": 8, **(plain if norm else {})}
-    yield expert_rows._gather_sum, {"K": 8, "WEIGHTED": norm, "BLOCK": expert_rows.BLOCK}
-    yield expert_rows._combine_bwd, {"K": 8, **row}
+    yield expert_rows._gather_sum, {"K": 8, "WEIGHTED": norm, "BIAS": norm, "BLOCK": expert_rows.BLOCK}
+    yield expert_rows._combine_bwd, {"K": 8, "BIAS": norm, **row}
+    tile = {"ROWS": expert_adapters.ROWS, "COLUMNS": expert_adapters.COLUMNS, "GROUPS": 128, "BIAS": norm}
+    yield expert_adapters._add_products, {"RANK": 8 if norm else 256, "PADDED": 16 if norm else 256, **tile}
+    clamped = {"ALPHA": 1.702, "LIMIT": 7.0, "BIAS": norm, "BLOCK": clamped_gate.BLOCK}
+    yield clamped_gate._clamped_gate_forward, clamped
+    yield clamped_gate._clamped_gate_backward, clamped
     yield swiglu._swiglu_backward, {"BLOCK": swiglu.BLOCK}
     yield rms_norm._rms_norm_forward, {"SUM": norm, **row}
     yield rms_norm._rms_norm_backward, {"SUM": norm, "WIDE": norm, **row}
@@ -44,7 +59,7 @@ def compiled(kernel, constants, dtype, architecture):
     """What Triton makes of a kernel whose tensors have this type."""
     warps = {"num_warps": constants.pop("num_warps", 4)}
     sums = dict.fromkeys(("factor", "maxima", "of_rows", "of_columns"), "*fp32")
-    known_types = {"small": "*fp8e5", "order": "*i64", "slots": "*i64", **sums}
+    known_types = {"small": "*fp8e5", "order": "*i64", "slots": "*i64", "experts": "*i64", "ends": "*i32", **sums}
     if "numbers1" in signature(kernel.fn).parameters and "numbers1" not in constants:
         known_types |= {"first": "*u8", "second": "*u8"}
     names = list(signature(kernel.fn).parameters)

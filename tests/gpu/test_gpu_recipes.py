@@ -56,19 +56,26 @@ def test_it_learns_what_the_same_without_it_learns(run, name):
         assert other["loss"][place] == pytest.approx(plain["loss"][place], rel=tolerance)
 
 
-def test_a_graph_of_layers_with_experts_learns_what_the_plain_run_learns(run):
-    """With this learning rate of SGD, the norm of the gradients changes from step to step. It is twice as large after
-    ten steps."""
+@pytest.mark.parametrize(
+    ("there", "away", "change"),
+    [
+        ("experts-sgd", "experts-graphed", 1.5),
+        ("expert-adapters-sgd", "expert-adapters", 1.3),
+        ("gpt-oss-sgd", "gpt-oss-graphed", 1.2),
+    ],
+)
+def test_the_fastest_layers_with_experts_learn_what_the_plain_run_learns(run, there, away, change):
+    """With this learning rate of SGD, the norm of the gradients changes from step to step."""
     norms = []
-    for name in ("experts-sgd", "experts-graphed"):
+    for name in (there, away):
         code, document = run(*METHODS[name])
         assert code == 0, why(document)
         norms.append([row.grad_norm for row in read_steps(Path(document["run_dir"], "steps.csv"))[0][:10]])
-    assert norms[0][9] > 1.5 * norms[0][0]
+    assert max(norms[0]) > change * norms[0][0]
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["recipe-fastest-small", "recipe-fastest", "experts-graphed"])
+@pytest.mark.parametrize("name", ["recipe-fastest-small", "recipe-fastest", "experts-graphed", "gpt-oss-graphed"])
 def test_every_step_is_a_replay_of_one_graph(run, name):
     if name != "recipe-fastest-small" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("cuda_graph: auto is on only with compute capability 9.0")

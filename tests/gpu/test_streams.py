@@ -150,7 +150,7 @@ def test_replays_of_a_step_are_steps(ddp):
 
 def experts(compiled: bool, rank: int):
     """Rows of experts (two have no rows), their factors, and the two thin products, compared with a loop."""
-    from ftbench.kernels.expert_products import grouped, in_rows
+    from ftbench.kernels.expert_adapters import grouped, in_rows
 
     torch.manual_seed(0)
     ends = [0, 70, 71, 71, 200, 256]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,13 +43,19 @@ def kernels():
     return triton_kernels
 
 
-def model_of(family="qwen3", dtype=torch.float32, **changes):
-    """A small model whose adapters and norms already do something."""
+def model_of(family="qwen3", dtype=torch.float32, adapters=False, **changes):
+    """A small model whose adapters (with `adapters`, also those of experts) and norms already do something."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SHAPE | changes)
     model = get_peft_model(
         Model.from_config(config, dtype=dtype).to(DEVICE),
-        LoraConfig(r=4, lora_alpha=16, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"),
+        LoraConfig(
+            r=4,
+            lora_alpha=16,
+            target_modules=list(PROJECTIONS),
+            task_type="CAUSAL_LM",
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"] if adapters else None,
+        ),
     )
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "norm" in name:
@@ -332,54 +339,127 @@ def test_sgd_steps_with_kernels_equal_those_without(kernels, train_here):
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
+PRODUCTS = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+
+
 @pytest.fixture
 def expert_rows(monkeypatch):
-    """The kernels of expert rows, which this fixture also runs on a CPU."""
+    """The kernels of experts, which this fixture also runs on a CPU. Triton's interpreter cannot multiply bfloat16."""
     made = module("kernels.expert_rows")
-    monkeypatch.setattr(made, "_has_kernels", lambda rows: True)
+    monkeypatch.setattr(module("kernels.expert_adapters"), "DTYPES", (PRODUCTS,))
+    monkeypatch.setattr(made, "has_kernels", lambda rows, bias=None: bias is None or not bias.requires_grad)
     return made
 
 
 def routed(tokens, k, width, dtype):
-    """Tokens that choose k of 16 experts: hidden, rows, weights, order and slots of the rows sorted by expert."""
+    """Tokens that choose k of 16 experts: hidden, rows, weights, bias, order and slots of the rows sorted by expert,
+    and the expert of each row."""
     torch.manual_seed(0)
-    shapes = ((tokens, width), (tokens * k, width), (tokens, k))
-    parts = [torch.randn(shape, dtype=dtype).to(DEVICE).requires_grad_() for shape in shapes]
-    order = torch.rand(tokens, 16).topk(k).indices.reshape(-1).argsort(stable=True).to(DEVICE)
-    return *parts, order, order.argsort()
+    shapes = ((tokens, width), (tokens * k, width), (tokens, k), (16, width))
+    parts = [torch.randn(shape, dtype=dtype).to(DEVICE) for shape in shapes]
+    experts, order = torch.rand(tokens, 16).topk(k).indices.reshape(-1).sort(stable=True)
+    return *(part.requires_grad_() for part in parts[:3]), parts[3], order.to(DEVICE), experts.to(DEVICE)
+
+
+def near(found, expected, dtype, most=2):
+    """Check that no error is larger than `most` units of the dtype, relative to the norm."""
+    for ours, plain in zip(found, expected, strict=True):
+        assert (ours.double() - plain.double()).norm() <= most * torch.finfo(dtype).eps * plain.double().norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tokens", "k", "width"), [(5, 1, 48), (7, 4, 1100), (9, 8, 2050), (1, 8, 1024)])
 def test_rows_of_experts_equal_the_plain_formulas(expert_rows, tokens, k, width, dtype):
-    hidden, rows, weights, order, slots = routed(tokens, k, width, dtype)
-    found = [expert_rows.dispatch(hidden, order, slots, k), expert_rows.combine(rows, weights, order, slots)]
+    hidden, rows, weights, bias, order, experts = routed(tokens, k, width, dtype)
+    slots = order.argsort()
+    found = [expert_rows.dispatch(hidden, order, slots, k)]
+    found += [expert_rows.combine(rows, weights, order, slots, each, experts) for each in (None, bias)]
     shares = weights.float().reshape(-1)[order, None]
-    sums = torch.zeros(tokens, width, device=DEVICE).index_add(0, order // k, rows.float() * shares)
-    expected = [hidden.float().repeat_interleave(k, 0)[order], sums]
+    empty, wholes = torch.zeros(tokens, width, device=DEVICE), (rows.float(), rows.float() + bias.float()[experts])
+    expected = [hidden.float().repeat_interleave(k, 0)[order]]
+    expected += [empty.index_add(0, order // k, whole * shares) for whole in wholes]
     for made in (found, expected):
-        gradients = (rows.detach().flip(0).to(made[0].dtype), hidden.detach().to(made[1].dtype))
+        gradients = [each.detach().flip(0).to(made[0].dtype) for each in (rows, hidden, 2 * hidden)]
         made += torch.autograd.grad(made, (hidden, rows, weights), gradients)
-    assert [part.dtype for part in found] == [dtype] * 5
-    for ours, plain in zip(found, expected, strict=True):
-        assert (ours.double() - plain.double()).norm() <= 2 * torch.finfo(dtype).eps * plain.double().norm()
+    assert [part.dtype for part in found] == [dtype] * 6
+    near(found, expected, dtype)
+
+
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
 
 
 def test_operations_on_rows_of_experts_can_be_compiled(expert_rows):
-    hidden, rows, weights, order, slots = (part.detach() for part in routed(5, 4, 48, torch.float32))
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
-    for shares in (weights, None):
-        torch.library.opcheck(expert_rows.sum_rows, (rows, slots.view(5, 4), shares), test_utils=checks)
-    torch.library.opcheck(expert_rows.combine_backward, (hidden, rows, weights, order), test_utils=checks)
+    hidden, rows, weights, bias, order, experts = (part.detach() for part in routed(5, 4, 48, torch.float32))
+    slots = order.argsort().view(5, 4)
+    for given in ((weights, bias, experts), (None, None, None)):
+        torch.library.opcheck(expert_rows.sum_rows, (rows, slots, *given), test_utils=CHECKS)
+    for each in (None, bias):
+        given = (hidden, rows, weights, order, each, experts)
+        torch.library.opcheck(expert_rows.combine_backward, given, test_utils=CHECKS)
 
 
-def test_layers_with_experts_learn_the_same_as_transformers(expert_rows):
+ENDS = (0, 70, 71, 71, 200, 250)  # of the rows of six experts, two of them without rows
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("rank", "width"), [(8, 72), (24, 264)])
+def test_products_with_adapters_of_experts_equal_the_plain_formulas(expert_rows, rank, width, with_bias):
+    adapters = module("kernels.expert_adapters")
+    torch.manual_seed(0)
+    shapes = ((250, 64), (6, 64, width), (6, 64, rank), (6, rank, width), (6, width), (250, width))
+    given = [torch.randn(shape, dtype=PRODUCTS).to(DEVICE) for shape in shapes]
+    rows, matrices, down, up, bias, dout = given
+    ends = torch.tensor(ENDS, dtype=torch.int32, device=DEVICE)
+    trained = [part.requires_grad_() for part in (rows, down, up)]
+    bias = bias if with_bias else None
+    found = adapters.add_adapter(lambda x: adapters.grouped(x, matrices, ends), rows, down, up, ends, bias)
+    plain = [part.detach().double().requires_grad_() for part in trained]
+    parts = zip(plain[0].tensor_split(ENDS[:-1]), matrices.double(), *plain[1:], given[4].double(), strict=True)
+    expected = torch.cat([part @ w + part @ a @ b + with_bias * c for part, w, a, b, c in parts])
+    near([found, *torch.autograd.grad(found, trained, dout)],
+         [expected, *torch.autograd.grad(expected, plain, dout.double())], PRODUCTS, 4)  # fmt: skip
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gate_of_gpt_oss_equals_transformers(expert_rows, dtype, with_bias):
+    """A third of the values is outside of the limit."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    gates = module("kernels.clamped_gate")
+    torch.manual_seed(0)
+    both = (2 * torch.randn(20, 2100, dtype=dtype)).to(DEVICE).requires_grad_()
+    bias, dout = torch.randn(4, 2100, dtype=dtype).to(DEVICE), torch.randn(20, 1050, dtype=dtype).to(DEVICE)
+    experts = torch.randint(0, 4, (20,)).sort().values.to(DEVICE)
+    given = (bias if with_bias else None, experts, 1.702, 2.0)
+    found = gates.clamped_gate(both, *given)
+    plain = both.detach().float().requires_grad_()
+    layer = SimpleNamespace(alpha=1.702, limit=2.0)
+    expected = GptOssExperts._apply_gate(layer, plain + bias.float()[experts] if with_bias else plain)
+    near([found, *torch.autograd.grad(found, both, dout)],
+         [expected, *torch.autograd.grad(expected, plain, dout.float())], dtype)  # fmt: skip
+
+
+def test_operations_of_experts_can_be_compiled(expert_rows):
+    adapters, gates = module("kernels.expert_adapters"), module("kernels.clamped_gate")
+    ends = torch.tensor(ENDS, dtype=torch.int32, device=DEVICE)
+    shapes = ((250, 72), (250, 8), (6, 8, 72), (6, 72))
+    base, small, up, bias = (torch.randn(shape, device=DEVICE) for shape in shapes)
+    for each in (None, bias):
+        torch.library.opcheck(adapters.add_products, (base, small, up, ends, each), test_utils=CHECKS)
+        given = (base, each, torch.zeros(250, dtype=torch.int64, device=DEVICE), 1.702, 2.0)
+        torch.library.opcheck(gates.gate_forward, given, test_utils=CHECKS)
+        torch.library.opcheck(gates.gate_backward, (base[:, :36], *given), test_utils=CHECKS)
+
+
+@pytest.mark.parametrize(("family", "adapters"), [("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", True)])
+def test_layers_with_experts_learn_the_same_as_transformers(expert_rows, family, adapters):
     """With 16 experts and 10 tokens, some experts get no token."""
-    experts = {"num_experts": 16, "num_experts_per_tok": 2}
-    plain, ours = model_of("qwen3_moe", **experts), model_of("qwen3_moe", **experts)
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "num_local_experts": 16}
+    plain, ours = (model_of(family, adapters=adapters, **experts) for _ in range(2))
     fused_lora.apply(ours, ON)
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-6, rtol=1e-5)
-    compiles = model_of("qwen3_moe", torch.bfloat16, **experts)  # grouped products of float32 cannot be compiled
+    compiles = model_of(family, torch.bfloat16, adapters, **experts)  # float32 grouped products cannot be compiled
     fused_lora.apply(compiles, ON)
     expected = learned(compiles)
     torch._dynamo.reset()

@@ -1,50 +1,37 @@
-"""Compute the matrix products of mixture-of-experts layers and their LoRA adapters.
+"""Compute mixture-of-experts layers and their LoRA adapters with grouped products (`kernels/expert_adapters.py`).
 
-The rows (tokens) are sorted by expert. A grouped product multiplies all rows of an expert by the matrix W of this
-expert. The adapters add two grouped products with A and B of the expert. peft instead adds B A to a copy of each W. The
-gradients of these copies have the size of W.
+peft instead adds B A to a copy of each expert's matrix W. The gradients of these copies have the size of W.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch.nn import functional as F
-from transformers.integrations.moe import _grouped_mm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from ftbench.kernels.clamped_gate import clamped_gate
+from ftbench.kernels.expert_adapters import add_adapter, grouped, in_rows
 from ftbench.kernels.expert_rows import combine, dispatch
 
 ALIGNED = 8  # the rank is padded to a multiple of 8: grouped products need rows of a multiple of 16 bytes
 
 
-def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return rows[i] @ matrices[g] for each row i of group g. The shapes are rows: (tokens, in), matrices: (groups, in,
-    out), result: (tokens, out). `ends` (groups,) has dtype int32. Group g has the rows ends[g - 1] to ends[g] - 1."""
-    return _grouped_mm(rows, matrices, offs=ends)  # torch 2.8 and 2.9 do not have F.grouped_mm
-
-
-@torch.library.custom_op("ftbench::in_rows", mutates_args=())
-def in_rows(matrices: torch.Tensor) -> torch.Tensor:
-    """Return a row-major copy of `matrices`, because grouped products require this order. torch.compile may remove a
-    plain `contiguous()` after a pointwise operation. It cannot remove this custom operation."""
-    return matrices.clone(memory_format=torch.contiguous_format)
-
-
-in_rows.register_fake(lambda matrices: torch.empty_like(matrices, memory_format=torch.contiguous_format))
-in_rows.register_autograd(lambda _, gradient: gradient)
-
-
 class GroupedExperts:
     """Mixin that computes all experts of a layer with grouped products. It extends transformers' class of fused
-    experts, or `nn.Module`. gate_proj and up_proj are one parameter. `adapters` is {parameter name: (A, B, scale)}."""
+    experts, or `nn.Module`. gate_proj and up_proj are one parameter. `adapters` is {parameter name: (A, B, scale)}.
+    A is (experts, in, rank), and B is (experts, rank, out)."""
 
     adapters: dict[str, tuple[torch.Tensor, torch.Tensor, float]]
     num_experts: int
     has_bias: bool
     is_transposed: bool
+    is_clamped: bool  # whether `_apply_gate` is the gate of gpt-oss, which has `alpha` and `limit`
+    alpha: float
+    limit: float
     _apply_gate: Any
 
     def forward(
@@ -58,20 +45,31 @@ class GroupedExperts:
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order), device=order.device)
         rows = dispatch(hidden_states, order, slots, router_indices.shape[1])
-        gated = self._apply_gate(self._product("gate_up_proj", rows, experts, ends))
-        rows = self._product("down_proj", gated, experts, ends)
-        return combine(rows, routing_weights, order, slots).to(hidden_states.dtype)
+        gated = self._gated(*self._product("gate_up_proj", rows, experts, ends), experts)
+        rows, bias = self._product("down_proj", gated, experts, ends)
+        return combine(rows, routing_weights, order, slots, bias, experts).to(hidden_states.dtype)
 
-    def _product(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        dtype = getattr(self, f"{name}_bias" if self.has_bias else name).dtype
+    def _gated(self, both: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor) -> torch.Tensor:
+        """Return the output of the gate. `bias` is added to its input `both` first."""
+        gated = clamped_gate(both, bias, experts, self.alpha, self.limit) if self.is_clamped else None
+        return self._apply_gate(both if bias is None else both + bias[experts]) if gated is None else gated
+
+    def _product(
+        self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the product of each row with the matrix `name` of its expert, with the adapter, and the bias of all
+        experts that must still be added (None if there is no bias, or if it is already added)."""
+        bias = getattr(self, f"{name}_bias") if self.has_bias else None
+        dtype = (getattr(self, name) if bias is None else bias).dtype
         rows = rows.to(dtype)
-        result = self.frozen(name, rows, experts, ends)
-        if self.has_bias:
-            result = result + getattr(self, f"{name}_bias")[experts]
-        if name in self.adapters:
-            down, up, scaling = self.adapters[name]
-            result = result + scaling * grouped(grouped(rows, down.to(dtype), ends), in_rows(up.to(dtype)), ends)
-        return result
+        if name not in self.adapters:
+            return self.frozen(name, rows, experts, ends), bias
+        down, up, scaling = self.adapters[name]
+        down, up = down.to(dtype), in_rows((scaling * up).to(dtype))
+        product = partial(self.frozen, name, experts=experts, ends=ends)
+        if (result := add_adapter(product, rows, down, up, ends, bias)) is not None:
+            return result, None
+        return product(rows) + grouped(grouped(rows, down, ends), up, ends), bias
 
     def frozen(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return the product of each row with the matrix `name` of its expert. `experts` has the expert of each row."""
@@ -100,7 +98,8 @@ class ExpertAdapter(ParamWrapper):
 
 @lru_cache
 def _grouped_class(kind: Any) -> Any:
-    return type(f"Grouped{kind.__name__}", (GroupedExperts, kind), {})
+    facts = {"is_clamped": kind._apply_gate is GptOssExperts._apply_gate}
+    return type(f"Grouped{kind.__name__}", (GroupedExperts, kind), facts)
 
 
 def _is_fused(module: Any) -> bool:

@@ -96,6 +96,7 @@ def _fused_lora(spec: Experiment) -> Iterator[str]:
 
 
 KERNEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # families whose layers the kernels implement
+GRAPH_FAMILIES = (*KERNEL_FAMILIES, "gpt_oss")  # families for which `cuda_graph: auto` turns on
 MEASURED = (9, 0)  # kernels and graphs were measured to be faster on GPUs of this compute capability
 
 
@@ -125,7 +126,7 @@ def graph_left_out(spec: Experiment, capability: Capability) -> str | None:
         why.append(f"it was judged only with method lora, attention varlen and fp8 off or {DELAYED}")
     if capability != MEASURED:
         why.append(f"it was measured only on compute capability {'.'.join(map(str, MEASURED))}")
-    if (kind := family(spec.model)) not in KERNEL_FAMILIES:
+    if (kind := family(spec.model)) not in GRAPH_FAMILIES:
         why.append(f"it was not tested with the layers of {kind or spec.model.id}")
     if getattr(spec.method, "experts", False):
         why.append("with adapters of experts, it needs much more memory and saves little time")

@@ -21,7 +21,8 @@ from torch import nn
 from transformers import initialization
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from ftbench.kernels.expert_products import ExpertAdapter, GroupedExperts, grouped
+from ftbench.kernels.expert_adapters import grouped
+from ftbench.kernels.expert_products import ExpertAdapter, GroupedExperts
 
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # absolute values of E2M1
 BLOCK = 32  # values that share a scale
@@ -88,7 +89,7 @@ class _FrozenProduct(torch.autograd.Function):
 class Mxfp4Experts(GroupedExperts, nn.Module):
     """The experts of gpt-oss in MXFP4. They replace transformers' GptOssExperts and have the published weight names."""
 
-    has_bias = True
+    has_bias = is_clamped = True
     is_transposed = True  # for peft: the placeholders of `declared` are (experts, in, out)
 
     def __init__(self, config: Any) -> None:
