@@ -171,7 +171,7 @@ def test_tp_is_refused_for_families_without_a_plan():
         Experiment.model_validate({"name": "a", **QWEN3, "launch": {"gpus": 2, "strategy": "tp"}})
     config, spec = CONFIG_MAPPING["qwen3_vl"](), SimpleNamespace(model=SimpleNamespace(id="a/b"))
     with pytest.raises(SpecError, match="not have a tp sharding plan for a/b: use fsdp"):
-        tp.require_even(spec, config, "launch.gpus", 2)
+        tp.require_plan(spec, config)
 
 
 SHOWN, TEXT = [SimpleNamespace(pictures=("a",))], [SimpleNamespace(pictures=())]
@@ -490,7 +490,7 @@ def test_tp_needs_divisible_heads(tmp_path):
     with Command(write_spec(tmp_path, **parts), tmp_path / "out") as command:
         command.finish()
     assert (command.code, command.children()) == (2, [])
-    assert "3 GPUs cannot share the 2 key heads of tiny/qwen3 evenly" in command.state()["reason"]
+    assert "3 GPUs cannot share the 2 key heads of tiny/qwen3 evenly" in command.stderr
 
 
 def stuck(place: Path) -> None:

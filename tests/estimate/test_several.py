@@ -366,8 +366,9 @@ def test_the_specs_launch_is_the_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "strategy", "why"), [
-    (3, "tp", "tp: 8 key heads are not divisible by 3"), (2, "tp+fsdp", "2 GPUs cannot form two or more groups of 2"),
-    (2, "ep", "ep needs experts, and qwen3 has none"),
+    (3, "tp", "3 GPUs cannot share the 8 key heads of Qwen/Qwen3-8B"),
+    (2, "tp+fsdp", "2 GPUs cannot form two or more groups of 2"),
+    (2, "ep", "ep needs experts and Qwen/Qwen3-8B has none"),
 ])  # fmt: skip
 def test_models_that_cannot_be_split_are_errors(tmp_path: Path, gpus: int, strategy: str, why: str) -> None:
     path = tmp_path / "spec.yaml"
@@ -394,7 +395,7 @@ def test_strategy_all_compares_one_to_eight_gpus(tmp_path: Path) -> None:
     assert answer.code == 0
     figures, _, refused = answer.text.partition("\nnot supported:\n")
     assert ["zero3" in figures, "zero3" in refused] == [True, False]
-    assert "ep: ep needs experts, and qwen3 has none" in refused
+    assert "ep: needs experts and Qwen/Qwen3-8B has none" in refused
     assert answer.text.startswith("Qwen/Qwen3-8B, full, batch 4 per GPU, on H100 SXM5\n")
 
 
@@ -558,7 +559,7 @@ def test_strategy_all_uses_the_specs_gpus_and_rejects_unused_options(tmp_path: P
     assert {row["gpus"] for row in json.loads(answer.document)["strategies"]} == {1, 2, 4}
     answer = estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=6, strategy="all"))
     assert {row["gpus"] for row in json.loads(answer.document)["strategies"]} == {1, 2, 4, 6}
-    assert "\ntp: 8 key heads are not divisible by 6 GPUs\n" in answer.text
+    assert "\ntp: launch.gpus: 6 GPUs cannot share the 8 key heads of Qwen/Qwen3-8B evenly" in answer.text
     with pytest.raises(SpecError, match="remove --samples and --hours"):
         estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all", samples=100, hours=4))
     with pytest.raises(SpecError, match="on one kind of GPU: name one, such as H100 SXM5"):

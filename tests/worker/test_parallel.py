@@ -33,7 +33,7 @@ from warm import returned
 
 
 def loading(strategy, gpus, **shape):
-    values = {"name": "a", "model": {"id": "tiny/qwen3"}, "launch": {"gpus": gpus, "strategy": strategy}}
+    values = {"name": "a", "model": {"id": "a/b"}, "launch": {"gpus": gpus, "strategy": strategy}}
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**shape))
     return parallel.load(strategy).loading(Experiment.model_validate(values), config)
 
@@ -41,12 +41,12 @@ def loading(strategy, gpus, **shape):
 @pytest.mark.parametrize(
     ("strategy", "shape", "sentence"),
     [
-        ("tp", {"num_key_value_heads": 4}, "3 GPUs cannot share the 4 key heads of tiny/qwen3 evenly: "),
-        ("tp+fsdp", {"num_key_value_heads": 3}, "launch.tp: 2 GPUs cannot share the 3 key heads of tiny/qwen3 evenly"),
-        ("ep", {"num_experts": 8}, "3 GPUs cannot share the 8 experts of tiny/qwen3 evenly: .* 2, 4, 8"),
-        ("ep", {}, "ep needs experts and tiny/qwen3 has none: use fsdp or ddp"),
-        ("cp", {"layer_types": ["full_attention", "sliding_attention"]}, "tiny/qwen3 has sliding_attention: use fsdp"),
-        ("cp", {"sliding_window": 4096}, "tiny/qwen3 has a sliding window: use fsdp"),
+        ("tp", {"num_key_value_heads": 4}, "3 GPUs cannot share the 4 key heads of a/b evenly: "),
+        ("tp+fsdp", {"num_key_value_heads": 3}, "launch.tp: 2 GPUs cannot share the 3 key heads of a/b evenly"),
+        ("ep", {"num_experts": 8}, "3 GPUs cannot share the 8 experts of a/b evenly: .* 2, 4, 8"),
+        ("ep", {"num_hidden_layers": 2}, "ep needs experts and a/b has none: use fsdp or ddp"),
+        ("cp", {"layer_types": ["full_attention", "sliding_attention"]}, "a/b has sliding_attention: use fsdp"),
+        ("cp", {"sliding_window": 4096}, "a/b has a sliding window: use fsdp"),
     ],
 )
 def test_unsupported_model_is_an_error_with_a_fix(strategy, shape, sentence):

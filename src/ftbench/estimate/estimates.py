@@ -17,8 +17,6 @@ from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.text import GpuEstimate, Scope, totals
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
-from ftbench.estimate.workload.model import shape_of
-from ftbench.estimate.workload.sharding import problem
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.prices import load_prices
@@ -73,8 +71,6 @@ def estimate(request: EstimateRequest) -> Answer:
     prices = None if request.prices is None else load_prices(request.prices)
     scope = Scope(request.samples, NIGHT_H if request.hours is None else request.hours, prices)
     memory_cache = MemoryCache(targets[0].total)
-    if why := problem(shape_of(spec.model), spec.launch):
-        raise SpecError(f"launch.gpus: {why}: choose another number of GPUs or another strategy")
     rows = [_estimated(spec, target, history, memory_cache) for target in targets]
     best = min(VERDICTS.index(row.memory.verdict) for row in rows)
     document, nearest = as_document(spec, rows, scope), ""

@@ -14,10 +14,10 @@ from ftbench.estimate.memory.largest_batch import with_batch
 from ftbench.estimate.recommend.candidates import Candidate
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import RunHistory
-from ftbench.estimate.workload.model import shape_of
-from ftbench.estimate.workload.sharding import STRATEGIES, can_use, counts, on_gpus, problem, shared_how
+from ftbench.estimate.workload.sharding import STRATEGIES, can_use, counts, on_gpus, shared_how
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch
+from ftbench.spec.methods import configuration
 
 _MARKS = {"fits": "", "uncertain": " ?", "does not fit": " no"}
 
@@ -47,8 +47,8 @@ def rows(spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, total
         variant, time = single.on(on_gpus(spec, count, strategy, offload).launch), None
         unit = variant.spec.launch.micro_batches or 1
         variant = Candidate(with_batch(variant.spec, unit * -(-spec.train.batch_size // unit)), variant.problems)
-        if why := problem(shape_of(spec.model), variant.spec.launch):
-            table.append(Row(variant.spec.launch, None, None, (why,)))
+        if why := tuple(strategies.division_problems(spec.model, variant.spec.launch, configuration(spec.model))):
+            table.append(Row(variant.spec.launch, None, None, why))
             continue
         if isinstance(gpu, Gpu):
             with suppress(SpecError):  # the time is not known, but the memory is

@@ -1,9 +1,10 @@
 """Declare the strategies for several GPUs: what each strategy shards, and which settings it supports."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ftbench.spec.base import Capability, Experiment
+from ftbench.spec.base import Capability, Experiment, Launch, Model
 from ftbench.spec.methods import GPT_OSS, configuration, family
 from ftbench.spec.optimizations import switched_on
 
@@ -141,21 +142,34 @@ def _stages(spec: Experiment) -> Iterator[str]:
         )
     if launch.split and len(launch.split) != launch.stages:
         yield f"launch.split has {len(launch.split)} numbers for {launch.stages} stages: give one number per stage"
-    yield from split_problems(spec, configuration(spec.model).get("num_hidden_layers"))
 
 
-def split_problems(spec: Experiment, layers: int | None) -> Iterator[str]:
-    """Yield an error message if a model with this number of layers cannot be split into the pipeline stages."""
-    launch = spec.launch
-    if layers is None:
-        return
-    if layers < launch.stages:
+def division_problems(model: Model, launch: Launch, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield an error message if the GPUs cannot share the layers, key heads or experts of a model. `config` is the
+    configuration of the model, or empty if it is unknown."""
+    text, parts = config.get("text_config", config), launch.strategy.split("+")
+    if launch.strategy == "tp+fsdp" and not launch.is_mesh:
         yield (
-            f"launch.pp: {spec.model.id} has {layers} layers, too few for {launch.stages} stages: lower launch.pp, or "
-            "use fsdp"
+            f"launch.tp: {launch.gpus} GPUs cannot form two or more groups of {launch.tp} GPUs: set launch.gpus to a "
+            "multiple of it, or launch.strategy to tp or fsdp"
         )
-    elif launch.split and sum(launch.split) != layers:
-        yield f"launch.split: its sum is {sum(launch.split)}, and {spec.model.id} has {layers} layers: change it"
+    layers, stages = text.get("num_hidden_layers"), launch.stages
+    if layers and layers < stages:
+        yield f"launch.pp: {model.id} has {layers} layers, too few for {stages} stages: lower launch.pp, or use fsdp"
+    elif layers and launch.split and sum(launch.split) != layers:
+        yield f"launch.split: its sum is {sum(launch.split)}, and {model.id} has {layers} layers: change it"
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
+    experts = text.get("num_experts") or text.get("num_local_experts")
+    if "ep" in parts and text and not experts:
+        yield f"launch.strategy: ep needs experts and {model.id} has none: use fsdp or ddp"
+    count, what = (heads, "key heads") if "tp" in parts else (experts, "experts") if "ep" in parts else (None, "")
+    key, shares = ("launch.tp", launch.tp) if launch.tp else ("launch.gpus", launch.gpus)
+    if count and count % shares:
+        fitting = ", ".join(str(number) for number in range(2, count + 1) if count % number == 0)
+        yield (
+            f"{key}: {shares} GPUs cannot share the {count} {what} of {model.id} evenly: set it to one of "
+            f"{fitting or 1}, or use fsdp"
+        )
 
 
 _STAGES = "each GPU holds some of the layers; micro-batches pass from one GPU to the next (torch)"
@@ -270,11 +284,7 @@ def _of_strategy(spec: Experiment, strategy: Strategy) -> Iterator[str]:
     if strategy.shards and spec.measure.gradients:
         yield f"measure.gradients: {name} does not keep complete gradients: set it to 0, or use ddp"
     yield from strategy.incompatibilities(spec)
-    if name == "tp+fsdp" and not launch.is_mesh:
-        yield (
-            f"launch.tp: {launch.gpus} GPUs cannot form two or more groups of {launch.tp} GPUs: set launch.gpus to a "
-            "multiple of it, or launch.strategy to tp or fsdp"
-        )
+    yield from division_problems(spec.model, launch, configuration(spec.model))
     if launch.offload not in ("none", *strategy.offloads):
         having = [f"{key}: {' and '.join(each.offloads)}" for key, each in STRATEGIES.items() if each.offloads]
         yield f"launch.offload: {name} does not support {launch.offload} ({', '.join(having)}): set it to none"

@@ -9,13 +9,13 @@ from typing import Any
 
 from ftbench.estimate.memory.largest_batch import with_batch
 from ftbench.estimate.workload.model import shape_of
-from ftbench.estimate.workload.sharding import can_use, on_gpus, problem
+from ftbench.estimate.workload.sharding import can_use, on_gpus
 from ftbench.facts import read_facts
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import shipped_recipes
-from ftbench.spec.methods import GPT_OSS, METHODS, decoder_family, family
+from ftbench.spec.methods import GPT_OSS, METHODS, configuration, decoder_family, family
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.optimizations.compute import KERNEL_FAMILIES
 
@@ -45,13 +45,13 @@ def launches(spec: Experiment, gpus: int) -> list[Launch]:
     """Return the possible `launch` sections for a number of GPUs: each strategy with and without offloading."""
     if gpus == 1:
         return [on_gpus(spec, 1, "none").launch]
-    model = shape_of(spec.model)
     shared = (
         on_gpus(spec, gpus, name, offload).launch
         for name, strategy in strategies.STRATEGIES.items() if can_use(spec, gpus, name)
         for offload in ("none", *strategy.offloads)
     )  # fmt: skip
-    return [launch for launch in shared if problem(model, launch) is None]
+    config = configuration(spec.model)
+    return [launch for launch in shared if not any(strategies.division_problems(spec.model, launch, config))]
 
 
 def variants(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Candidate]:

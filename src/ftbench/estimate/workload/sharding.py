@@ -119,23 +119,6 @@ def counts(most: int) -> list[int]:
     return sorted({most, *(2**power for power in range(most.bit_length()))})
 
 
-def problem(model: ModelShape, launch: Launch) -> str | None:
-    """Return the reason why the model cannot be split for a `launch` section, or None if it can be split."""
-    gpus, strategy = launch.tp or launch.gpus, launch.strategy
-    if launch.pp and len(model.layers) < launch.stages:
-        return f"{strategy}: {len(model.layers)} layers are too few for {launch.stages} stages"
-    if strategy == "ep" and not model.has_experts:
-        return f"ep needs experts, and {model.family} has none"
-    if launch.tp and not launch.pp and not launch.is_mesh:
-        return f"{strategy}: {launch.gpus} GPUs cannot form two or more groups of {gpus} GPUs"
-    keys = [layer.kv_heads for layer in model.layers]
-    counts = {**dict.fromkeys(("tp", "tp+fsdp", "pp+tp", "pp+tp+fsdp"), keys),
-              "ep": [layer.experts.count for layer in model.layers if layer.experts]}  # fmt: skip
-    odd = [count for count in counts.get(strategy, []) if count % gpus]
-    word = "experts" if strategy == "ep" else "key heads"
-    return f"{strategy}: {odd[0]} {word} are not divisible by {gpus} GPUs" if odd else None
-
-
 @lru_cache(maxsize=64)
 def rank_model(model: ModelShape, sharding: Sharding) -> ModelShape:
     """Return the part of the model that one GPU computes: some layers, attention heads, columns or experts.

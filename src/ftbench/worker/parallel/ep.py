@@ -10,6 +10,7 @@ from transformers.distributed import DistributedConfig
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.strategies import division_problems
 from ftbench.worker.device import device
 from ftbench.worker.model.parts import base_model
 
@@ -17,17 +18,14 @@ from ftbench.worker.model.parts import base_model
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
     """Return the arguments of from_pretrained, which shards the weights while loading. Raise SpecError if the ranks
     cannot share the experts evenly."""
-    ranks, text = spec.launch.ranks, config.get_text_config()
-    count = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
-    if not count:
-        raise SpecError(f"launch.strategy: ep needs experts and {spec.model.id} has none: use fsdp or ddp")
-    if count % ranks:
-        fitting = ", ".join(str(number) for number in range(2, count + 1) if count % number == 0)
-        raise SpecError(
-            f"launch.gpus: {ranks} GPUs cannot share the {count} experts of {spec.model.id} evenly: set it to one of "
-            f"{fitting}, or use fsdp"
-        )
-    return {"distributed_config": DistributedConfig(tp_size=ranks, enable_expert_parallel=True)}
+    require_even(spec, config)
+    return {"distributed_config": DistributedConfig(tp_size=spec.launch.ranks, enable_expert_parallel=True)}
+
+
+def require_even(spec: Experiment, config: Any) -> None:
+    """Raise SpecError if the ranks cannot share the layers, heads or experts of the model evenly."""
+    if problems := [*division_problems(spec.model, spec.launch, vars(config.get_text_config()))]:
+        raise SpecError("; ".join(problems))
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ftbench.core import pipeline
 from ftbench.errors import SpecError
 from ftbench.families import describe
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.strategies import PIPELINED, split_problems
+from ftbench.spec.strategies import PIPELINED
 from ftbench.worker import parallel
 from ftbench.worker.device import device
 from ftbench.worker.measure.batch_count import COUNT
@@ -54,8 +54,7 @@ def split_of(spec: Experiment, config: Any) -> tuple[int, ...]:
         raise SpecError(
             f"launch.strategy: pp supports {', '.join(PIPELINED)}, and {spec.model.id} is {text.model_type}"
         )
-    if problems := [*split_problems(spec, text.num_hidden_layers)]:
-        raise SpecError("; ".join(problems))
+    ep.require_even(spec, config)
     return spec.launch.split or describe(text.to_dict()).split(spec.launch.stages)
 
 

@@ -23,33 +23,21 @@ __all__ = ["applied", "arguments", "attach", "loading", "verify"]
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
     """Return the arguments of from_pretrained, which shards the weights while loading. Raise SpecError if the ranks
     cannot share the heads evenly."""
-    require_even(spec, config, "launch.gpus", spec.launch.ranks)
-    require_shared_adapters(spec)
+    require_plan(spec, config)
     return {"distributed_config": DistributedConfig(tp_size=spec.launch.ranks)}
 
 
-def require_shared_adapters(spec: Experiment) -> None:
-    """Raise SpecError if the installed peft version does not shard the adapters of sharded matrices."""
+def require_plan(spec: Experiment, config: Any) -> None:
+    """Raise SpecError if transformers has no plan to split the matrices, if the installed peft version does not split
+    their adapters, or if the ranks cannot share the heads evenly."""
+    if not getattr(config.get_text_config(), "base_model_tp_plan", True):
+        raise SpecError(f"launch.strategy: transformers does not have a tp sharding plan for {spec.model.id}: use fsdp")
     if spec.method.adapters and not hasattr(peft_model, "get_tp_plan_and_mesh"):
         raise SpecError(
             f"launch.strategy: {spec.launch.strategy} with adapters needs peft 0.21.2 or newer, and peft "
             f"{peft.__version__} is installed: pip install -U peft, or use fsdp"
         )
-
-
-def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:
-    """Raise SpecError if the model has no tensor-parallel plan, or if `parts` GPUs cannot share its heads evenly. `key`
-    is the key of the spec that sets `parts`."""
-    text = config.get_text_config()
-    if not getattr(text, "base_model_tp_plan", True):
-        raise SpecError(f"launch.strategy: transformers does not have a tp sharding plan for {spec.model.id}: use fsdp")
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if heads % parts:
-        fitting = ", ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
-        raise SpecError(
-            f"{key}: {parts} GPUs cannot share the {heads} key heads of {spec.model.id} evenly: set it to one of "
-            f"{fitting or 1}, or use fsdp"
-        )
+    ep.require_even(spec, config)
 
 
 def on_mesh(spec: Experiment, config: Any, tensor: int, mesh: Callable[[], Any]) -> dict[str, Any]:
@@ -59,8 +47,7 @@ def on_mesh(spec: Experiment, config: Any, tensor: int, mesh: Callable[[], Any])
     Adapters are created with the full shape. On a mesh with named dimensions, peft would create a separate adapter for
     each shard. All these adapters would have the same initial values.
     """
-    require_even(spec, config, "launch.tp", tensor)
-    require_shared_adapters(spec)
+    require_plan(spec, config)
     LoraLayer._get_in_out_features = lambda self, module: (module.in_features, module.out_features)
     return {"distributed_config": DistributedConfig(tp_size=tensor, fsdp_size=spec.launch.ranks // tensor),
             "device_mesh": mesh()}  # fmt: skip
