@@ -78,11 +78,10 @@ def gpu_named(name: str) -> Gpu:
     Raises:
         SpecError: No GPU matches, or several GPUs match."""
     plain = name.casefold()
-    if (exact := next((gpu for gpu in gpus() if plain == gpu.name.casefold()), None)) is not None:
-        return exact
-    similar, by_driver = gpus_called(name), _by_driver(name)
-    if by_driver is not None and (not similar or plain.startswith(_MAKERS)):
-        return by_driver
+    for gpu in gpus():
+        if plain in (gpu.name.casefold(), f"nvidia {gpu.match[0]}".casefold()):
+            return gpu
+    similar = gpus_called(name) or [gpu for gpu in (find_gpu(name),) if gpu]
     if len(similar) == 1:
         return similar[0]
     if similar:
@@ -91,16 +90,6 @@ def gpu_named(name: str) -> Gpu:
     raise SpecError(
         f"--gpu {name}: not in the table{nearest(name, [gpu.name for gpu in gpus()])}; name one of `ftbench list gpus`"
     )
-
-
-def _by_driver(name: str) -> Gpu | None:
-    """Return the GPU with the driver name `name`. Return None for `A100`, which is a part of several driver names."""
-    gpu = find_gpu(name)
-    if gpu is None:
-        return None
-    others = [part for other in gpus() if other is not gpu for part in other.match]
-    own = [part for at, part in enumerate(gpu.match) if not at or not any(part in other for other in others)]
-    return gpu if any(part in name for part in own) else None
 
 
 def gpus_called(text: str) -> list[Gpu]:
