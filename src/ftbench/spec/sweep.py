@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 
 from ftbench.errors import SpecError
 from ftbench.spec.base import Part, nearest, shortened, shown
@@ -39,15 +39,9 @@ _NO_AXES = ("name", "extends", "sweep")
 class SweepSection(Part):
     """The section `sweep:` of a spec file."""
 
-    axes: dict[str, tuple[Any, ...]] = Field(default_factory=dict, description="key of the spec → values")
-
-    @field_validator("axes", mode="before")
-    @classmethod
-    def _lists(cls, axes: object) -> object:
-        for key, values in axes.items() if isinstance(axes, dict) else ():
-            if not isinstance(values, (list, tuple)) or not values:
-                raise ValueError(f"{key}: give it a list of values: [1, 2, 4]")
-        return axes
+    axes: dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]] = Field(
+        default_factory=dict, description="key of the spec → values"
+    )
 
 
 @dataclass(frozen=True, slots=True)
