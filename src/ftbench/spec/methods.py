@@ -67,17 +67,14 @@ def configuration(model: Model) -> Mapping[str, Any]:
     if model.path:
         file = Path(model.path)
         file = file / "config.json" if file.is_dir() else file
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, SpecError):  # if config.json is broken, the worker reports it
             return _read(file, file.stat().st_mtime_ns)
     return architectures().get(model.id, {})
 
 
 @lru_cache(maxsize=64)
 def _read(file: Path, modified: int) -> dict[str, Any]:
-    try:
-        return read_config(file)
-    except SpecError as error:
-        raise ValueError(str(error)) from None  # if config.json is broken, the worker reports it
+    return read_config(file)
 
 
 def reads_images(model: Model) -> bool:
