@@ -14,10 +14,10 @@ from ftbench.estimate.memory.largest_batch import with_batch
 from ftbench.estimate.recommend.candidates import Candidate
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import RunHistory
-from ftbench.estimate.workload.sharding import STRATEGIES, can_use, counts, on_gpus, shared_how
-from ftbench.spec import strategies
+from ftbench.estimate.workload.sharding import can_use, counts, on_gpus, shared_how
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.methods import configuration
+from ftbench.spec.strategies import STRATEGIES, division_problems
 
 _MARKS = {"fits": "", "uncertain": " ?", "does not fit": " no"}
 
@@ -38,16 +38,16 @@ def rows(spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, total
     A row uses the spec's `offload` setting if the strategy supports this setting. With a pipeline, the batch of the
     spec is rounded up to a multiple of the micro-batches."""
     mesh, table = {"tp+fsdp": 2 * (spec.launch.tp or 1)}, list[Row]()
-    pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts(most)[1:]
+    pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES for count in counts(most)[1:]
                             if count >= mesh.get(strategy, 2) and can_use(spec, count, strategy))]  # fmt: skip
     single = Candidate(on_gpus(spec, 1, "none"))
     for strategy, count in pairs:
-        known = strategies.STRATEGIES.get(strategy)
-        offload = spec.launch.offload if known and spec.launch.offload in known.offloads else "none"
+        known = STRATEGIES[strategy].offloads if count > 1 else ()
+        offload = spec.launch.offload if spec.launch.offload in known else "none"
         variant, time = single.on(on_gpus(spec, count, strategy, offload).launch), None
         unit = variant.spec.launch.micro_batches or 1
         variant = Candidate(with_batch(variant.spec, unit * -(-spec.train.batch_size // unit)), variant.problems)
-        if why := tuple(strategies.division_problems(spec.model, variant.spec.launch, configuration(spec.model))):
+        if why := tuple(division_problems(spec.model, variant.spec.launch, configuration(spec.model))):
             table.append(Row(variant.spec.launch, None, None, why))
             continue
         if isinstance(gpu, Gpu):

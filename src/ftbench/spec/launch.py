@@ -18,10 +18,9 @@ class Launch(Part):
 
     gpus: Int = Field(1, ge=1, le=MOST_GPUS, description="GPUs of one run, with one process each")
     nodes: Int = Field(1, ge=1, le=MOST_GPUS, description="number of machines; each has the same number of GPUs")
-    strategy: Literal[
-        "none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp+fsdp", "ep", "cp",
-        "pp", "pp+ddp", "pp+fsdp", "pp+tp", "pp+tp+fsdp",
-    ] = Field("none", description="how a run uses several GPUs; default with several GPUs: ddp")  # fmt: skip
+    strategy: Literal["none", *STRATEGIES] = Field(  # type: ignore[valid-type]
+        "none", description="how a run uses several GPUs; default with several GPUs: ddp"
+    )
     tp: Int | None = Field(
         None, ge=2, le=512, description="tp+fsdp and pp+tp: number of GPUs that share each matrix; default: 2"
     )
@@ -63,11 +62,6 @@ class Launch(Part):
     def ranks(self) -> int:
         """The number of training processes, one per GPU."""
         return self.gpus
-
-    @property
-    def is_mesh(self) -> bool:
-        """Whether the GPUs form a mesh: several groups of `tp` GPUs each."""
-        return self.tp is not None and self.gpus % self.tp == 0 and self.gpus > self.tp
 
     @property
     def gpus_of_node(self) -> int:

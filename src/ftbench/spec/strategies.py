@@ -148,7 +148,7 @@ def division_problems(model: Model, launch: Launch, config: Mapping[str, Any]) -
     """Yield an error message if the GPUs cannot share the layers, key heads or experts of a model. `config` is the
     configuration of the model, or empty if it is unknown."""
     text, parts = config.get("text_config", config), launch.strategy.split("+")
-    if launch.strategy == "tp+fsdp" and not launch.is_mesh:
+    if launch.strategy == "tp+fsdp" and (launch.gpus % (launch.tp or 1) or launch.gpus == launch.tp):
         yield (
             f"launch.tp: {launch.gpus} GPUs cannot form two or more groups of {launch.tp} GPUs: set launch.gpus to a "
             "multiple of it, or launch.strategy to tp or fsdp"

@@ -4,15 +4,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
-from typing import get_args
 
 from ftbench.core import pipeline
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.families.shape import Layer, Linear, ModelShape, Norm
 from ftbench.spec.experiment import Experiment, Launch
-
-STRATEGIES: tuple[str, ...] = get_args(Launch.model_fields["strategy"].annotation)
 
 # Tensor parallelism splits some linear layers by outputs, and others by inputs (transformers, base_model_tp_plan).
 _BY_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
@@ -104,7 +101,7 @@ def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -
 
 def shared_how(launch: Launch) -> str:
     """Return the strategy and its offloading as text: `fsdp`, or `fsdp, params offloaded`."""
-    return launch.strategy + ("" if launch.offload == "none" else f", {launch.offload} offloaded")
+    return str(launch.strategy) + ("" if launch.offload == "none" else f", {launch.offload} offloaded")
 
 
 def can_use(spec: Experiment, gpus: int, strategy: str) -> bool:
