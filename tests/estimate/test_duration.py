@@ -377,8 +377,6 @@ def test_damaged_runs_are_skipped(tmp_path):
         (tmp_path / "probe" / f"{place}.json").write_text(content)
     assert estimate(store=RunHistory.read(tmp_path)).step_s.expected > 0
     assert [known.run_id.split("/")[1] for known in RunHistory.read(tmp_path).runs] == ["machine", run.run_id]
-    with pytest.raises(SpecError, match="not a folder"):
-        RunHistory.read(run.spec_json)
 
 
 def test_a_probe_replaces_the_published_ceiling(tmp_path):

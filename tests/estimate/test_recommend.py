@@ -521,7 +521,7 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
     (["--gpu", "H200 SXM", "--samples", "9", "--effective-batch", "0"], "--effective-batch 0: samples per step"),
     (["--gpu", "H200 SXM", "--samples", "9", "--set", "model=some/model"], "the shape of some/model is unknown"),
     (["--gpu", "H200 SXM", "--samples", "9", "--set", "train.precision=fp32"], "in fp32 is not known: run"),
-    (["--gpu", "H200 SXM", "--samples", "9", "--store", "SPEC"], "not a folder"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--store", "SPEC"], "is a file"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_invalid_options_are_errors(ftbench, spec_file, arguments, sentence):
     files = {"SPEC": spec_file, "PRICES": ROOT / "configs" / "prices-example.yaml"}

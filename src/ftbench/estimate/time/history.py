@@ -78,12 +78,10 @@ class RunHistory:
 
     @classmethod
     def read(cls, path: Path, spec: Experiment | None = None, gpus: Iterable[str] = ()) -> RunHistory:
-        """Return the history of a folder. A missing folder gives an empty history. Raise SpecError if `path` is a file.
+        """Return the history of a folder. A missing folder gives an empty history.
 
         With `spec`, read only runs of the same model and launch-bound runs on `gpus`, and runs on the same data. In a
         clone, DEFAULT_STORE has runs of other machines. They do not give the speed of this machine's CPU."""
-        if path.exists() and not path.is_dir():
-            raise SpecError(f"--store {path}: not a folder; give the folder that holds the runs")
         names = frozenset(map(canonical_name, gpus))
 
         def wanted(summary: dict[str, Any]) -> bool:
