@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ftbench.core import pipeline
 from ftbench.errors import SpecError
 from ftbench.families import describe
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.strategies import PIPELINED
 from ftbench.worker import parallel
 from ftbench.worker.device import device
@@ -33,13 +33,10 @@ from ftbench.worker.parallel.stages import KEY, Pipeline
 
 
 @cache
-def _mesh(shares: int, stages: int, tensor: int) -> Any:
+def mesh_of(launch: Launch) -> Any:
     """Return the device mesh. accelerate needs consecutive ranks for the same batch, so `dp` is the first dimension."""
-    return init_device_mesh(device().type, (shares, stages, tensor), mesh_dim_names=("dp", "pp", "tp"))
-
-
-def mesh_of(spec: Experiment) -> Any:
-    return _mesh(spec.launch.data_parallel_size, spec.launch.pp, spec.launch.tp or 1)
+    sizes = (launch.data_parallel_size, launch.pp or 1, launch.tp or 1)
+    return init_device_mesh(device().type, sizes, mesh_dim_names=("dp", "pp", "tp"))
 
 
 def reads(spec: Experiment) -> bool:
@@ -60,7 +57,7 @@ def split_of(spec: Experiment, config: Any) -> tuple[int, ...]:
 
 def own_layers(spec: Experiment, split: tuple[int, ...]) -> tuple[list[int], bool, bool]:
     """Return the indices of this rank's layers, whether it has the embedding, and whether it has the head."""
-    indices = pipeline.of_rank(spec.launch.schedule, spec.launch.pp or 1, mesh_of(spec)["pp"].get_local_rank())
+    indices = pipeline.of_rank(spec.launch.schedule, spec.launch.pp or 1, mesh_of(spec.launch)["pp"].get_local_rank())
     return pipeline.bounds(split, indices)
 
 
@@ -94,7 +91,7 @@ def _placement(spec: Experiment, config: Any) -> dict[str, Any]:
     launch = spec.launch
     if launch.tp is None:
         return {} if "fsdp" in launch.strategy or device().type == "cpu" else {"device_map": {"": device()}}
-    return tp.on_mesh(spec, config, launch.tp, lambda: mesh_of(spec))
+    return tp.on_mesh(spec, config, lambda: mesh_of(launch))
 
 
 def _pretrained(kind: Any, source: str, config: Any, layers: list[int], arguments: dict[str, Any]) -> Any:
@@ -173,7 +170,7 @@ def cut(model: Any, spec: Experiment) -> Any:
         base.set_output_embeddings(Placeholder())
     base.config.tie_word_embeddings = tied
     base._tp_size = spec.launch.tp and spec.launch.ranks // spec.launch.data_parallel_size  # ranks with the same batch
-    model.__dict__[KEY] = Pipeline(model, spec, split, mesh_of(spec), dtype)  # not as a submodule
+    model.__dict__[KEY] = Pipeline(model, spec, split, mesh_of(spec.launch), dtype)  # not as a submodule
     model.__dict__[parallel.COMPLETE] = complete
     return model
 

@@ -40,15 +40,16 @@ def require_plan(spec: Experiment, config: Any) -> None:
     ep.require_even(spec, config)
 
 
-def on_mesh(spec: Experiment, config: Any, tensor: int, mesh: Callable[[], Any]) -> dict[str, Any]:
-    """Return the arguments of from_pretrained for a device mesh. `tensor` ranks share each matrix. The function `mesh`
-    creates the device mesh. Raise SpecError if the ranks cannot share the heads evenly.
+def on_mesh(spec: Experiment, config: Any, mesh: Callable[[], Any]) -> dict[str, Any]:
+    """Return the arguments of from_pretrained for a device mesh. `launch.tp` ranks share each matrix. The function
+    `mesh` creates the device mesh. Raise SpecError if the ranks cannot share the heads evenly.
 
     Adapters are created with the full shape. On a mesh with named dimensions, peft would create a separate adapter for
     each shard. All these adapters would have the same initial values.
     """
     require_plan(spec, config)
     LoraLayer._get_in_out_features = lambda self, module: (module.in_features, module.out_features)
+    tensor = spec.launch.tp or 1
     return {"distributed_config": DistributedConfig(tp_size=tensor, fsdp_size=spec.launch.ranks // tensor),
             "device_mesh": mesh()}  # fmt: skip
 

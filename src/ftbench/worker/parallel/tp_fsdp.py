@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, Launch
 from ftbench.worker.device import device
 from ftbench.worker.model.loading import trains_in_32_bits
 from ftbench.worker.parallel import ep, fsdp, tp
@@ -21,15 +21,10 @@ from ftbench.worker.parallel.fsdp import applied, correct_plugin, verify
 __all__ = ["applied", "arguments", "attach", "loading", "prepare", "verify"]
 
 
-def _mesh_shape(spec: Experiment) -> tuple[int, int]:
-    """Return the number of GPUs in a group, and the number of groups. The GPUs of a group share each matrix."""
-    return spec.launch.ranks // spec.launch.data_parallel_size, spec.launch.data_parallel_size
-
-
 @cache
-def _mesh(tensor: int, shares: int) -> ParallelismConfig:
+def _mesh(launch: Launch) -> ParallelismConfig:
     """Return accelerate's config with the device mesh. Cache it: loading and training must use the same mesh."""
-    mesh = ParallelismConfig(tp_size=tensor, dp_shard_size=shares)
+    mesh = ParallelismConfig(tp_size=launch.tp, dp_shard_size=launch.data_parallel_size)
     mesh.get_device_mesh(device().type)
     return mesh
 
@@ -37,14 +32,13 @@ def _mesh(tensor: int, shares: int) -> ParallelismConfig:
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
     """Return the arguments of from_pretrained. With 16-bit products, load trained weights in 32 bits, because
     accelerate does not cast sharded weights."""
-    tensor, shares = _mesh_shape(spec)
     more = {"dtype": torch.float32} if trains_in_32_bits(spec) else {}
-    return tp.on_mesh(spec, config, tensor, lambda: _mesh(tensor, shares).device_mesh) | more
+    return tp.on_mesh(spec, config, lambda: _mesh(spec.launch).device_mesh) | more
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
     """Return the arguments of FSDP2 and the device mesh. accelerate loads no weights: each rank has its shards."""
-    values = fsdp.arguments(spec) | {"parallelism_config": _mesh(*_mesh_shape(spec))}
+    values = fsdp.arguments(spec) | {"parallelism_config": _mesh(spec.launch)}
     values["fsdp_config"]["cpu_ram_efficient_loading"] = False
     return values
 
