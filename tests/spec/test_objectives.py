@@ -67,7 +67,7 @@ def test_sft_keeps_old_fingerprints(tmp_path):
         ({"launch": {"gpus": 2}}, "launch.gpus is 2: set it to 1"),
         ({"launch": {"framework": "axolotl", "python": "p"}}, "use trl, or objective sft"),
         ({"dataset": {"name": "sample"}}, "the rows of sample are alpaca.*or dataset=synthetic"),
-        ({"dataset": {"name": "wikipedia-ja"}}, "wikipedia-ja has articles"),
+        ({"dataset": {"name": "wikipedia-ja"}}, "the rows of wikipedia-ja are wikipedia-title"),
         ({"dataset": {"name": "file", "path": "x", "format": "messages"}}, "are messages"),
         ({"dataset": {"name": "images", "samples": 4, "image_size": [64, 64]}}, "has images"),
         ({"dataset": PAIRS | {"loss_on": "all"}}, "set dataset.loss_on to completion"),

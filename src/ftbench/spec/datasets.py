@@ -44,7 +44,7 @@ class Source:
     meaning: str
     hub: str | None = None
     config: str | None = None
-    format: Format | None = None
+    format: str | None = None
     mean_tokens: float | None = None
     sigma: float | None = None
     image_size: tuple[int, int] | None = None
@@ -60,7 +60,7 @@ DATASETS: dict[str, Source] = {
     "alpaca": Source("52k English instruction pairs", "tatsu-lab/alpaca", format="alpaca"),
     "wikipedia-ja": Source(
         "Japanese articles: the body without its first sentence → the title",
-        "wikimedia/wikipedia", "20231101.ja", mean_tokens=861, sigma=0.95,
+        "wikimedia/wikipedia", "20231101.ja", format="wikipedia-title", mean_tokens=861, sigma=0.95,
     ),
     "beans": Source(
         "1k photographs of bean leaves → the disease", "AI-Lab-Makerere/beans", format="image-text",
@@ -196,8 +196,6 @@ def row_format(dataset: Dataset, row: Mapping[str, Any], where: str, pairs: bool
         if column not in row:
             named = f"{', '.join(map(str, row))}{nearest(column, map(str, row))}"
             raise DataError(f"{where}: dataset.columns: there is no column `{column}` for {role}: {named}")
-    if dataset.name == "wikipedia-ja":
-        return "wikipedia-title"
     from ftbench.core.data_formats import detect
 
     return dataset.format or dataset.source.format or detect(named_row(row, dataset), where, pairs)

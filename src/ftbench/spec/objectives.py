@@ -81,14 +81,11 @@ class Dpo(Part):
         yield from _trl_only(spec, "DPOTrainer")
         if data.has_images:
             yield f"objective dpo supports only text, and {data.name} has images: use another dataset"
-        elif format_name := data.format or data.source.format:
-            if format_name != PREFERENCE:
-                yield (
-                    f"objective dpo needs pairs, and the rows of {data.name} are {format_name}: use a file or a hub "
-                    "dataset with prompt, chosen and rejected, or dataset=synthetic"
-                )
-        elif data.name == "wikipedia-ja":
-            yield f"objective dpo needs pairs, and {data.name} has articles: use dataset=synthetic"
+        elif (format_name := data.format or data.source.format) not in (None, PREFERENCE):
+            yield (
+                f"objective dpo needs pairs, and the rows of {data.name} are {format_name}: use a file or a hub "
+                "dataset with prompt, chosen and rejected, or dataset=synthetic"
+            )
         if data.loss_on == "all":
             yield "objective dpo compares answers to one prompt: set dataset.loss_on to completion"
         excluded = {name: OPTIMIZATIONS[name].not_with_dpo for name in switched_on(spec.optimizations)}
