@@ -151,7 +151,7 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     needed = ideal(work, replace(limits, operations=limits.operations / slowdown))
     modelled, fast, slow = (step(needed, known | {"host": known["host"] * cpu, "images": known["images"] * images})
         for cpu, images in ((1.0, 1.0), (1 / error, 1 / IMAGES_SPREAD), (error, IMAGES_SPREAD)))  # fmt: skip
-    ranks = sharding.data * sharding.sequence  # the ranks that compute different positions
+    ranks = sharding.holders  # each has other positions
     samples, positions, real = (ranks * per_step(spec, batches, name) for name in ("samples", "positions", "real"))
     sent = traffic(spec, shape, batches)
     exposed = exposed_seconds(sent, sharding, limits, modelled.seconds, history.coefficients["elementwise.eager"])
@@ -166,8 +166,8 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
         seconds += sum(waits.values())
         confidence += _remarks(sharding.gpus, spec.launch.nodes, flushes, host_runs, host)
     key = (gpu.name, *step_key(spec))
-    if left_out := [units.some(count, why) for (step, why), count in history.invalid.items() if step == key]:
-        confidence += f"; without {' and '.join(left_out)}"
+    if left_out := history.contended[key]:
+        confidence += f"; without {units.some(left_out, 'contended run')}"
     hosts = seconds / (seconds - modelled.seconds + fast.seconds), 1 + (slow.seconds - modelled.seconds) / seconds
     below, above = _spread(spec, basis, unlike, *hosts)
     watts, source = _watts(gpu, same, modelled, offloaded)

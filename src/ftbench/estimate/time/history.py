@@ -40,8 +40,7 @@ class TimedRun:
 
     `step_s` is the mean time of a steady step in seconds. `tokens` is the mean number of real tokens per step.
     `start_s` is the time before the first steady step in seconds. `watts` is the mean power of one GPU. `described` is
-    the `dataset` section of summary.json. If the speed is not valid, `invalid` is the reason, for example
-    `contended run`."""
+    the `dataset` section of summary.json. If other processes used the GPU, the run is `contended`."""
 
     run_id: str
     spec: Experiment
@@ -53,14 +52,14 @@ class TimedRun:
     batch: Batch
     key: StepKey
     tokens: float
-    invalid: str = ""
+    contended: bool = False
     limit_w: float | None = None
     launch_bound: bool = False
     cpu: tuple[Any, Any] = (None, None)  # model and number of cores
 
 
 class RunHistory:
-    """The runs in the results folder `path` with a valid speed. `invalid` counts the others by GPU, step and reason.
+    """The runs in the results folder `path` with a valid speed. `contended` counts the others by GPU and step.
 
     The folder may also contain probes. By default, the `coefficients` of the time model come from
     facts/durations.yaml."""
@@ -68,8 +67,8 @@ class RunHistory:
     def __init__(
         self, path: Path | None = None, runs: Sequence[TimedRun] = (), coefficients: Mapping[str, float] | None = None
     ) -> None:
-        self.path, self.runs = path, [run for run in runs if not run.invalid]
-        self.invalid = Counter(((run.gpu, *run.key), run.invalid) for run in runs if run.invalid)
+        self.path, self.runs = path, [run for run in runs if not run.contended]
+        self.contended = Counter((run.gpu, *run.key) for run in runs if run.contended)
         self.coefficients = coefficients or shipped_coefficients()
         self._by_step = grouped_by(self.runs, lambda run: (run.gpu, *run.key))
         self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}
@@ -212,8 +211,8 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
             sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None,
             watts and watts / spec.launch.gpus, summary["dataset"], _mean_batch(summary, spec, seconds),
             step_key(spec), summary["tokens_per_s"]["real"] * seconds,
-            _invalid(run, summary), limited.watts if limited else None, _is_launch_bound(summary),
-            _model_and_cores(described.get("cpu") or {}),
+            bool(summary.get("contention", {}).get("contended")), limited.watts if limited else None,
+            _is_launch_bound(summary), _model_and_cores(described.get("cpu") or {}),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError):  # not a summary of ftbench
         return None
@@ -229,20 +228,6 @@ def _is_launch_bound(summary: dict[str, Any]) -> bool:
     return bool(verdict == "launch-bound" and time["mean"] < COMPILED * time["median"])
 
 
-def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
-    """Return why the speed of a run is not valid (`contended run` or `diverged run`), or an empty string."""
-    from ftbench.store.steps import has_nan
-
-    if summary.get("contention", {}).get("contended"):
-        return "contended run"
-    suspect = has_nan(run.steps) or summary.get("learning", {}).get("state") == rundir.NOT_FINITE
-    if not suspect:
-        return ""
-    from ftbench.store.summary import read_summary  # rarely needed
-
-    return "diverged run" if read_summary(run)["state"] != "ok" else ""
-
-
 def is_steady(summary: dict[str, Any]) -> bool:
     """Return whether a run has enough steady steps, or at least two steady steps with similar times."""
     steady = (summary.get("steps") or {}).get("steady") or 0
@@ -252,8 +237,8 @@ def is_steady(summary: dict[str, Any]) -> bool:
 
 def _mean_batch(summary: dict[str, Any], spec: Experiment, seconds: float) -> Batch:
     """Return the mean micro-batch of one GPU, computed from the steady steps of a run."""
-    sharding, rates = sharding_of(spec.launch), summary["tokens_per_s"]
-    passes = spec.train.gradient_accumulation_steps * sharding.data * sharding.sequence
+    rates = summary["tokens_per_s"]
+    passes = spec.train.gradient_accumulation_steps * sharding_of(spec.launch).holders
     positions, real, labels = (rates[kind] * seconds / passes for kind in ("padded", "real", "label"))
     samples = summary["samples_per_s"] * seconds / passes
     return mean_batch(spec, samples, positions, real, labels, summary["dataset"]["tokens"]["weighted_mean"])
