@@ -37,7 +37,6 @@ from ftbench.estimate.time.history import is_outdated, recorded_spec  # noqa: E4
 from ftbench.estimate.workload.largest import BatchShape, Largest  # noqa: E402
 from ftbench.estimate.workload.model import is_rough, shape_of  # noqa: E402
 from ftbench.estimate.workload.plan import plan_of  # noqa: E402
-from ftbench.estimate.workload.sharding import sharding_of  # noqa: E402
 from ftbench.facts import read_facts  # noqa: E402
 from ftbench.families.vision import ImageSize  # noqa: E402
 from ftbench.spec import identity  # noqa: E402
@@ -148,7 +147,7 @@ def largest_batch_of(run: RunDir, spec: Experiment) -> Largest | None:
     rows = [row for table in tables for row in table if row.padded_tokens and row.longest_sequence]
     if not rows:
         return None
-    passes = spec.train.gradient_accumulation_steps * (1 if ranks else sharding_of(spec.launch).data)
+    passes = spec.train.gradient_accumulation_steps * (1 if ranks else spec.launch.data_parallel_size)
     on = spec.optimizations
     flat = on.packing or on.padding_free
     uneven = passes > 1 and not flat

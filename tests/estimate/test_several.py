@@ -191,7 +191,7 @@ def test_tensor_parallelism_splits_each_matrix() -> None:
 def test_a_mesh_shards_the_split_matrices() -> None:
     """Each sends as much of tp as two GPUs would, and gathers half of the weights from three others."""
     spec, column = shared("tp+fsdp", 8), rank_model(describe(architectures()["Qwen/Qwen3-8B"]), divided("tp", 2))
-    assert (sharding_of(spec.launch).data, sharding_of(spec.launch).holders) == (4, 4)
+    assert (spec.launch.data_parallel_size, sharding_of(spec.launch).holders) == (4, 4)
     plan = MemoryCase(column, TrainingPlan(full=True), BatchShape(1, 16, 15), sharding=sharding_of(spec.launch))
     assert phases(plan)["forward"]["weights"] == pytest.approx(4 * column.total / 4)
     assert phases(plan)["load"]["weights"] >= 4 * column.total  # it is read before it is spread
@@ -617,7 +617,7 @@ def test_recommend_considers_strategies_and_numbers_of_gpus(tmp_path: Path) -> N
         launch, train = option.spec.launch, option.spec.train
         alone = (launch.gpus, launch.strategy) == (1, "none") and option.spec.optimizations.weight_offload
         assert alone or (launch.gpus in (2, 4) and launch.strategy not in ("none", "ddp"))
-        assert train.batch_size * train.gradient_accumulation_steps * sharding_of(launch).data == 8
+        assert train.batch_size * train.gradient_accumulation_steps * launch.data_parallel_size == 8
         assert incompatibilities(option.spec) == []
 
 

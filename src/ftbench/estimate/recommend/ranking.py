@@ -17,7 +17,7 @@ from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, est
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.rates import limits_of
 from ftbench.estimate.workload.batches import batches_of, per_step
-from ftbench.estimate.workload.sharding import on_gpus, sharding_of, shared_how
+from ftbench.estimate.workload.sharding import on_gpus, shared_how
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.prices import Amount, Prices, amount
@@ -159,7 +159,7 @@ def _fitting_batches(
 
     `effective` is the number of rows per step on each data-parallel rank. Each returned size divides `effective`. If
     `effective` is None, return the largest batch size that fits, and all smaller powers of two."""
-    most = max(1, math.ceil(goal.samples / sharding_of(smallest.launch).data))  # at least one step has a full batch
+    most = max(1, math.ceil(goal.samples / smallest.launch.data_parallel_size))  # at least one step has a full batch
     unit = smallest.launch.micro_batches or 1
     if effective is None:
         largest = memory_cache.largest_batch(smallest, gpu, most=most) or 0
@@ -176,7 +176,7 @@ def _fitting_batches(
 
 def samples_per_step(spec: Experiment, history: RunHistory) -> float:
     """Return the mean number of samples per step of a spec, over all GPUs."""
-    return sharding_of(spec.launch).data * per_step(spec, batches_of(spec, history.lengths(spec)), "samples")
+    return spec.launch.data_parallel_size * per_step(spec, batches_of(spec, history.lengths(spec)), "samples")
 
 
 def alternative(spec: Experiment, gpu: Gpu, history: RunHistory) -> Option | None:
@@ -196,7 +196,7 @@ def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
 
     Return None if any number is allowed, and 0 if no number works. With packing, the samples per step may differ from
     the effective batch by 10 % (PACKED)."""
-    shares = sharding_of(smallest.launch).data
+    shares = smallest.launch.data_parallel_size
     if goal.effective_batch is None:
         return None
     if not smallest.optimizations.packing:

@@ -24,8 +24,7 @@ class Sharding:
     `states` (none, ddp, fsdp, zero1, zero2 or zero3) names the sharding of weights, gradients and optimizer state over
     `holders` GPUs. `offload` moves some of these states to the host. Four fields are numbers of parts: `tensor` (each
     matrix), `experts` (all experts), `sequence` (each sequence), and `pipeline` (all layers). `rank` is the pipeline
-    rank of this GPU (None: the slowest rank). `data` is the number of GPU groups that train different batches. A
-    pipeline splits each batch into `micro` micro-batches."""
+    rank of this GPU (None: the slowest rank). A pipeline splits each batch into `micro` micro-batches."""
 
     gpus: int = 1
     name: str = "none"
@@ -39,10 +38,6 @@ class Sharding:
     micro: int = 1
     split: tuple[int, ...] | None = None
     rank: int | None = None
-
-    @property
-    def data(self) -> int:
-        return self.holders // self.sequence
 
     @property
     def bubble(self) -> float:
