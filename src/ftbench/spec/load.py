@@ -104,11 +104,8 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
     base = data.pop("extends", None)
     if base is not None and (not isinstance(base, str) or not base):
         raise SpecError(f"{location(path, ['extends'])}: extends: must be the path of one file, not {shown(base)}")
-    base_file = path.parent / base if base else None
-    if base_file and not base_file.is_file():
-        with _at_key(path, "extends"):
-            read_yaml(base_file)  # raises SpecError, because the file is missing
-    below = _chain(base_file, (*seen, absolute)) if base_file else []
+    with _at_key(path, "extends"):
+        below = _chain(path.parent / base, (*seen, absolute)) if base else []
     if "recipe" in data:
         with _at_key(path, "recipe"):
             keys = recipe(data.pop("recipe"), path.parent, (*seen, absolute))
