@@ -40,15 +40,15 @@ def test_checkpoints_in_host_memory_leave_the_gpu_and_change_nothing(run):
 )
 def test_what_waits_in_host_memory_or_steps_earlier_changes_nothing_and_needs_less(run, there, away):
     """The same kernels on the same numbers in another run: norms of the first three steps agree within bfloat16
-    rounding. Later, sums in random order drift apart, the norm first: two equal runs had one step of 24 with norms
-    1.2 % apart, and losses within 4e-5."""
+    rounding. Later, sums in random order drift apart, the norm first. After 24 steps, the losses of two equal runs
+    differed by 7e-5 in two of two pairs on an H200, and their norms by up to 2.5 %."""
     one, other = (run(*METHODS[name])[1] for name in (there, away))
     rows = [
         [(row.loss, row.grad_norm) for row in read_steps(Path(each["run_dir"], "steps.csv"))[0]]
         for each in (one, other)
     ]
     for step, ((loss, norm), (other_loss, other_norm)) in enumerate(zip(*rows, strict=True)):
-        assert other_loss == pytest.approx(loss, rel=1e-4)
+        assert other_loss == pytest.approx(loss, rel=1e-4 if step < 16 else 3e-4)
         assert step > 2 or other_norm == pytest.approx(norm, rel=2**-8)
     peaks = [each["summary"]["memory_gb"]["allocated_peak"] for each in (one, other)]
     assert peaks[1] < peaks[0]
