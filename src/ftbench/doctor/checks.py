@@ -69,11 +69,8 @@ class Facts:
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """The compute capability of the GPU from NVML. If NVML does not report it, it comes from torch."""
-        if (known := capability(self.described)) is not None or not self.torch.get("devices"):
-            return known
-        major, minor = self.torch["devices"][0]["capability"]
-        return major, minor
+        """The compute capability of the GPU, as in `ftbench run`."""
+        return capability(self.described)
 
 
 # --- packages --------------------------------------------------------------------------------------------------------
