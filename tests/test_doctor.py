@@ -73,7 +73,8 @@ def named(findings, name):
 )
 def test_versions_of_packages_are_compared_with_the_tested_ones(monkeypatch, torch, liger, verdicts, fragment):
     monkeypatch.setattr(checks, "requirements", lambda: NEEDS)
-    monkeypatch.setattr(checks, "version", {"torch": torch, "liger-kernel": liger}.get)
+    installed = {name: version for name, version in {"torch": torch, "liger-kernel": liger}.items() if version}
+    monkeypatch.setattr(checks.machine, "versions", lambda packages: installed)
     findings = checks.stack(machine())
     assert (named(findings, "torch").verdict, named(findings, "liger-kernel").verdict) == verdicts
     assert fragment in named(findings, "torch").text

@@ -102,16 +102,8 @@ def requirements() -> list[tuple[Requirement, str]]:
     return [(need, extra) for need, extra in pairs if extra != "dev"]
 
 
-def version(package: str) -> str | None:
-    """Return the installed version of a package. Return None if the package is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _package(need: Requirement, extra: str) -> Answer:
-    installed, install = version(need.name), f"pip install 'ftbench[{extra}]'"
+    installed, install = machine.versions([need.name]).get(need.name), f"pip install 'ftbench[{extra}]'"
     if installed is None and extra == "train":
         return "fail", f"not installed, but training needs it: {install}"
     if installed is None:

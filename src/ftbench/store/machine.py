@@ -150,11 +150,12 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Return {package: version} of the installed packages among `packages`."""
     from importlib import metadata
 
     versions = {}
-    for name in PACKAGES:
+    for name in packages:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
