@@ -21,7 +21,7 @@ from ftbench.launch.checks import MINIMUM_FREE_BYTES, capability
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.store import machine
-from ftbench.store.run_warnings import is_free
+from ftbench.store.run_warnings import is_free, usage
 from ftbench.store.rundir import first_gpu
 
 Verdict = Literal["ok", "warn", "fail", "n/a"]
@@ -195,13 +195,9 @@ def _moved_memory(facts: Facts) -> Answer | None:
 
 
 def _other_processes(facts: Facts) -> Answer:
-    others, used = facts.gpu["foreign_processes"], facts.gpu["memory_used_before_gb"]
     if not is_free(facts.gpu):
-        return "warn", (
-            f"{units.some(others or 0, 'other process')}, {units.gibibytes(used or 0)} GiB in use: stop them "
-            "(see nvidia-smi), otherwise measurements are not valid"
-        )
-    if others is None and used is None:
+        return "warn", f"{usage(facts.gpu)}: stop them (see nvidia-smi), otherwise measurements are not valid"
+    if facts.gpu["foreign_processes"] is None and facts.gpu["memory_used_before_gb"] is None:
         return "n/a", "the driver does not report other processes; make sure that the GPU is free"
     return "ok", "none"
 

@@ -16,7 +16,7 @@ from ftbench.core.table import folded, text_table
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import process
 from ftbench.store import machine, rundir
-from ftbench.store.run_warnings import is_free
+from ftbench.store.run_warnings import is_free, usage
 from ftbench.store.rundir import first_gpu
 
 SCHEMA = 1
@@ -44,11 +44,13 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
         tempfile.TemporaryFile(dir=folder).close()  # fails early if the folder is not writable
         with tempfile.TemporaryDirectory() as scratch:
             measured = _measure(Path(scratch))
+    gpu = first_gpu(described)
+    notes = [] if is_free(gpu) else [f"the GPU was not free: {usage(gpu)}; stop them and measure again"]
     document = {
         "schema": SCHEMA, "date": rundir.now(), "machine": described, **dict.fromkeys(_FIGURES), **measured,
         "products": {name: measured.get("products", {}).get(name) for name in PRECISIONS},
     }  # fmt: skip
-    document["notes"] = [*measured.get("notes", []), *_not_free(first_gpu(described))]
+    document["notes"] = [*measured.get("notes", []), *notes]
     path = folder / file_name(described)
     rundir.write_json(path, document)
     return document, path
@@ -78,15 +80,6 @@ def file_name(described: dict[str, Any]) -> str:
     key = gpu.get("uuid") or platform.node()
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60]
     return f"{slug}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
-
-
-def _not_free(gpu: dict[str, Any]) -> list[str]:
-    """Return a list with one note if other programs used the GPU. Otherwise, return an empty list."""
-    if is_free(gpu):
-        return []
-    used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes") or 0
-    usage = f"{used:.1f} GiB in use, {units.some(others, 'other process')}"
-    return [f"the GPU was not free: {usage}; stop them and measure again"]
 
 
 def as_text(document: dict[str, Any]) -> str:

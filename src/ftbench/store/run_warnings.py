@@ -12,7 +12,7 @@ from ftbench.core import stats
 from ftbench.core.bottleneck import THERMAL, over_time
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
-from ftbench.core.units import reworded
+from ftbench.core.units import reworded, some
 from ftbench.store.rundir import NOT_FINITE, gpus_of
 
 WALL_TOLERANCE = 0.02  # allowed difference between the sum of the steps and the wall clock
@@ -60,14 +60,19 @@ def warnings(
         if gpu.get("ecc_uncorrected"):
             sentences.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
         if not is_free(gpu):
-            used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes") or 0
-            sentences.append(f"the GPU was not free before the run: {used:.1f} GiB in use, {others} other processes")
+            sentences.append(f"the GPU was not free before the run: {usage(gpu)}")
     return list(map(reworded, sentences))
 
 
 def is_free(gpu: dict[str, Any]) -> bool:
     """Return whether no other program used a GPU. `gpu` is an entry of machine.json."""
     return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
+
+
+def usage(gpu: dict[str, Any]) -> str:
+    """Return how other programs used a GPU before the run: `8.0 GiB in use, 1 other process`."""
+    used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes") or 0
+    return f"{used:.1f} GiB in use, {some(others, 'other process')}"
 
 
 def _describe(slow: Sequence[dict[str, Any]]) -> str:
