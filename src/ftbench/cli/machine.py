@@ -1,7 +1,7 @@
 """`ftbench probe`, `doctor` and `list`: measure and check this machine, and list the names that a spec can use."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -40,8 +40,10 @@ def doctor(
 @command("list")
 def list_(
     what: Annotated[
-        str,
-        typer.Argument(metavar="methods|objectives|optimizations|recipes|models|datasets|gpus|keys", help="which list"),
+        Literal["methods", "objectives", "optimizations", "recipes", "models", "datasets", "gpus", "keys"],
+        typer.Argument(
+            metavar="LIST", help="methods, objectives, optimizations, recipes, models, datasets, gpus or keys"
+        ),
     ],
     wide: Wide = False,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -150,7 +150,9 @@ def parity(
     steps: Annotated[int | None, typer.Option(min=6, help="optimizer steps per run: train.max_steps")] = None,
     sets: Sets = None,
     dry_run: DryRun = False,
-    controls: Annotated[str, of(ADVANCED, "controls (runs that must fail): few (one per level), or all")] = "few",
+    controls: Annotated[
+        Literal["few", "all"], of(ADVANCED, "controls (runs that must fail): few (one per level), or all")
+    ] = "few",
     time_budget: TimeBudget = None,
     out: Out = Path("results"),
     retry_failed: RetryFailed = False,
