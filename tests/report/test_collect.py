@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.report.data.axes import recipe_keys, value_at
+from ftbench.report.data.axes import value_at
 from ftbench.report.data.collect import collect
+from ftbench.report.data.facts import as_fact, flat
+from ftbench.spec.load import shipped_recipes
 from made_runs import make_run
 
 PACKING = Path(__file__).resolve().parents[2] / "results" / "h200" / "qwen3-8b-packing"
@@ -85,5 +87,6 @@ KERNELS, NO_KERNELS = ({"optimizations.triton_kernels": value, **LAUNCHED} for v
     ],
 )  # fmt: skip
 def test_recipe_name_lists_further_optimizations(recipe, beside, name):
-    facts = {"method.name": "lora", **recipe_keys()[recipe], **beside}
+    settings = {key: as_fact(key, value) for key, value in flat(shipped_recipes()[recipe])}
+    facts = {"method.name": "lora", **settings, **beside}
     assert value_at("recipe", facts) == name

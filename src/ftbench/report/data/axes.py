@@ -71,7 +71,7 @@ def _shipped(facts: Mapping[str, str]) -> str | None:
 def shipped_recipe(name: str | None) -> bool:
     """Return whether `name` is a shipped recipe other than `plain`, with or without further optimizations."""
     base = (name or "").partition(" + ")[0]
-    return base in recipe_keys() and base not in PLAIN
+    return base in shipped_recipes() and base not in PLAIN
 
 
 def _unsloth(facts: Mapping[str, str]) -> list[str]:
@@ -82,12 +82,6 @@ def _unsloth(facts: Mapping[str, str]) -> list[str]:
     words = [name.replace("_", " ") for name in others if facts.get(f"method.{name}", "off") != "off"]
     words += ["not compiled"] if facts.get("method.block_compile") == "off" else []
     return [f"unsloth {bits}", *([] if kept == "unsloth" else [f"checkpointing {kept}"]), *words]
-
-
-@cache
-def recipe_keys() -> dict[str, dict[str, str]]:
-    """Return the settings of each shipped recipe: {recipe: {key: text}}."""
-    return {name: {key: as_fact(key, value) for key, value in flat(keys)} for name, keys in shipped_recipes().items()}
 
 
 def framework_words(facts: Mapping[str, str]) -> str:
@@ -110,7 +104,7 @@ def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
 
 def on_axis(axis: str, key: str) -> bool:
     """Return whether `key` is the compared key `axis` or a part of it. Optimizations are parts of `recipe`."""
-    if axis == RECIPE and any(key in keys for keys in recipe_keys().values()):
+    if axis == RECIPE and any(key in keys for _, keys in _outcomes()):
         return True
     return key == axis or (axis in (OPTIMIZATIONS, RECIPE) and key.startswith("optimizations."))
 
