@@ -25,14 +25,14 @@ HARD = "pa\"ss\\wo'rd <1>é"
      "MY_PASSWORD", "aws_secret_access_key", "PASS", "API_TOKENS"],
 )  # fmt: skip
 def test_the_value_of_a_secret_variable_is_redacted(name):
-    assert redact("login with hunter2hunter2 failed", {name: "hunter2hunter2"}) == (f"login with {REDACTED} failed", 1)
+    assert redact("login with hunter2hunter2 failed", {name: "hunter2hunter2"}) == f"login with {REDACTED} failed"
 
 
 @pytest.mark.parametrize(
     "name", ["PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "KEYBOARD", "PATH", "HF_TOKEN_PATH", "SSH_AUTH_SOCK", "COMPASS"]
 )
 def test_the_value_of_another_variable_is_kept(name):
-    assert redact("work in /some/place", {name: "/some/place"}) == ("work in /some/place", 0)
+    assert redact("work in /some/place", {name: "/some/place"}) == "work in /some/place"
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_the_value_of_another_variable_is_kept(name):
 )  # fmt: skip
 def test_escaped_values_are_redacted(written):
     text = written(f"a {HARD} b")
-    redacted, count = redact(text, {"DB_PASS": HARD})
-    assert count == 1
+    redacted = redact(text, {"DB_PASS": HARD})
+    assert redacted.count(REDACTED) == 1
     assert "wo" not in redacted.replace("word", "wo")
 
 
@@ -64,8 +64,8 @@ def test_escaped_values_are_redacted(written):
     ],
 )
 def test_a_named_value_is_redacted_inside_its_quotes(text, left):
-    assert redact(text, {})[0] == left
-    assert redact(left, {}) == (left, 0), "redacting twice changes nothing"
+    assert redact(text, {}) == left
+    assert redact(left, {}) == left, "redacting twice changes nothing"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_named_value_is_redacted_inside_its_quotes(text, left):
      "the key: nothing", "cache_key=abcdef", "password: ab", "a monkey: eats"],
 )  # fmt: skip
 def test_ordinary_text_is_kept(text):
-    assert redact(text, {}) == (text, 0)
+    assert redact(text, {}) == text
 
 
 def test_strings_and_keys_of_a_document_are_redacted(monkeypatch):
@@ -96,10 +96,10 @@ def test_no_message_of_ftbench_is_taken_for_a_secret():
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
     assert len(texts) > 5000
-    assert [text for text in texts if redact(text, {})[1]] == []
+    assert [text for text in texts if redact(text, {}) != text] == []
 
 
 @pytest.mark.parametrize("shown", ["https://mine@db.test/1", "https:/mine@db.test/1", Path("https://mine@db.test/1")])
 def test_an_address_is_redacted_even_if_it_was_read_as_a_path(shown):
-    assert redact(f"{shown}: no such file", {"DB_DSN": "https://mine@db.test/1"})[0] == f"{REDACTED}: no such file"
-    assert "word" not in redact(str(shown).replace("mine", "me:word"), {})[0]
+    assert redact(f"{shown}: no such file", {"DB_DSN": "https://mine@db.test/1"}) == f"{REDACTED}: no such file"
+    assert "word" not in redact(str(shown).replace("mine", "me:word"), {})

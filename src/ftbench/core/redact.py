@@ -44,21 +44,20 @@ _NAMED = re.compile(
 )
 
 
-def redact(text: str, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return `text` with its secrets replaced, and the number of replacements.
+def redact(text: str, environment: Mapping[str, str]) -> str:
+    """Return `text` with its secrets replaced.
 
     Args:
         text: Any text.
         environment: Environment variables. The value of a variable with a name like `HF_TOKEN` is replaced, also in
             quoted or escaped form.
     """
-    redacted = _redacted(text, _secrets_of(environment))
-    return redacted, redacted.count(REDACTED) - text.count(REDACTED)
+    return _redacted(text, _secrets_of(environment))
 
 
 def without_secrets(text: str) -> str:
     """Replace the secrets in `text`, including the secret environment variables of this process."""
-    return redact(text, os.environ)[0]
+    return redact(text, os.environ)
 
 
 def redact_document(document: Any) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench import __version__
-from ftbench.core.redact import REDACTED, redact, redact_document, without_secrets
+from ftbench.core.redact import REDACTED, redact_document, without_secrets
 from ftbench.errors import SpecError, file_problem
 from ftbench.store.output import output_file
 from ftbench.store.ranks import rank_files
@@ -137,7 +137,7 @@ def _content(path: Path) -> tuple[bytes, int]:
         text = path.read_bytes().decode("utf-8", "surrogateescape")
     except OSError as error:
         raise SpecError(f"{path}: {file_problem(error)}") from None
-    cleaned = (_clean_document(text) if path.suffix == ".json" else None) or redact(text, os.environ)[0]
+    cleaned = (_clean_document(text) if path.suffix == ".json" else None) or without_secrets(text)
     return cleaned.encode("utf-8", "surrogateescape"), cleaned.count(REDACTED) - text.count(REDACTED)
 
 
