@@ -55,10 +55,3 @@ def open_at_once(path: str, flags: int) -> int:
 def file_problem(error: OSError) -> str:
     """Return the reason why a file cannot be read: `cannot be read (Permission denied)`."""
     return f"cannot be read ({error.strerror})"
-
-
-def json_problem(error: ValueError | RecursionError) -> str:
-    """Return the reason why a text cannot be read as JSON."""
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    return "a number with thousands of digits" if "set_int_max_str_digits" in str(error) else str(error)

@@ -38,7 +38,7 @@ def breaks():
             lambda run: (run.phases.unlink(), run.phases.symlink_to("/dev/zero")),
             "phases.json: not a",
         ),
-        "deep": (lambda run: run.applied.write_text("[" * 100_000), "applied.json: not UTF-8, nested too deeply"),
+        "deep": (lambda run: run.applied.write_text("[" * 100_000), "applied.json: not valid JSON"),
         "type": (lambda run: run.spec_json.write_text('{"train": {"batch_size": [4]}}'), "train.batch_size: Input"),
         "nan": (lambda run: run.summary.write_text('{"mfu": NaN}'), "summary.json: mfu: Input should"),
         "owner": (lambda run: run.state.write_text('{"state": "running", "owner": null}'), "owner: Input should"),

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from ftbench.errors import DataError, MissingError, file_problem, json_problem, open_at_once
+from ftbench.errors import DataError, MissingError, file_problem, open_at_once
 
 _ROWS = 1024  # number of rows of a Parquet file that are converted at once
 
@@ -118,8 +118,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                problem = json_problem(error)
-                raise DataError(f"{path}, line {number}: not JSON ({problem}); each line must be one object") from None
+                raise DataError(f"{path}, line {number}: not JSON ({error}); each line must be one object") from None
             yield number, _object(path, f"line {number}", row)
 
 
@@ -128,12 +127,8 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         text = file.read()
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}, line {error.lineno}: not JSON ({error.msg}); if each line is one object, rename it to .jsonl"
-        ) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON ({json_problem(error)})") from None
+        raise DataError(f"{path}: not JSON ({error}); if each line is one object, rename it to .jsonl") from None
     if not isinstance(data, list):
         raise DataError(f"{path}: must contain a list of objects, not {type(data).__name__}")
     for number, row in enumerate(data, start=1):

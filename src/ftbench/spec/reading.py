@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ftbench.errors import SpecError, file_problem, json_problem, open_at_once
+from ftbench.errors import SpecError, file_problem, open_at_once
 from ftbench.facts import architectures
 from ftbench.spec.base import MAX_NUMBER, nearest, shown
 
@@ -181,7 +181,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(text, parse_int=_integer)
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"{path}: cannot be read as JSON ({json_problem(error)})") from None
+        raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise SpecError(f"{path}: has no model_type, so it is not the config.json of a model")
     return config

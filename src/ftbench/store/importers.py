@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import LARGEST, MOST_STEPS, StepRow
-from ftbench.errors import SpecError, file_problem, json_problem
+from ftbench.errors import SpecError, file_problem
 from ftbench.spec.experiment import experiment_name
 from ftbench.spec.identity import model_slug
 from ftbench.spec.methods import METHODS
@@ -165,7 +165,7 @@ def _trainer_state(file: Path, data: bytes) -> ForeignLog:
     try:
         state = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"{file}: not valid JSON ({json_problem(error)})") from None
+        raise SpecError(f"{file}: not valid JSON ({error})") from None
     history = state.get("log_history")
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
         raise SpecError(f"{file}: not a trainer_state.json of the Trainer: `log_history` is missing")
