@@ -291,7 +291,7 @@ def test_a_disk_without_room_is_a_sentence(train_here, cache, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(images.np, "save", full)
-    with pytest.raises(MissingError, match="No space left on device; free some space or set FTBENCH_CACHE"):
+    with pytest.raises(MissingError, match="No space left on device; free some space, or set FTBENCH_CACHE"):
         rows_of(train_here, QWEN3, MADE | {"seed": 99}, optimizations={"image_cache": True})
 
 

@@ -3,7 +3,6 @@ not from torch.
 
 Unknown values are None. Only environment variables of an allow-list are recorded, because others may be secret."""
 
-import errno
 import os
 import platform
 import re
@@ -174,11 +173,7 @@ def cache_dir() -> Path:
 
 def cache_error(folder: Path, error: Exception) -> MissingError:
     """Convert the error of a failed write to the cache folder to a MissingError. The message gives a solution."""
-    if isinstance(error, FileExistsError | NotADirectoryError):
-        return MissingError(f"{folder}: is a file, not a folder; set FTBENCH_CACHE to a folder")
-    if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
-        return MissingError(f"{folder}: {error}; set FTBENCH_CACHE to a writable folder")
-    return MissingError(f"{folder}: {error}; free some space or set FTBENCH_CACHE")
+    return MissingError(f"{folder}: {error}; free some space, or set FTBENCH_CACHE to a writable folder")
 
 
 def commit() -> str | None:
