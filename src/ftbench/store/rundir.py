@@ -256,13 +256,6 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def modified(path: Path) -> float:
-    """Return the modification time of a file in seconds since 1970. Return 0 for a missing file."""
-    with suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
-
-
 def find_runs(path: Path) -> list[RunDir]:
     """Return the run directories (with a state.json) at or below `path`. Folders without read permission come last."""
     runs: list[RunDir] = []

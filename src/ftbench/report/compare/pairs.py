@@ -12,7 +12,7 @@ from ftbench.report.data.axes import implied, value_at
 from ftbench.report.data.cells import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run, sitting_spread
 from ftbench.report.data.collect import figure
 from ftbench.report.data.facts import IMPORTED
-from ftbench.store.rundir import RunDir, modified
+from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
 
 
@@ -168,7 +168,7 @@ class Steps:
 
 
 @lru_cache(maxsize=64)  # a baseline is compared many times
-def _steps(path: Path, changed: float, warmup: int) -> Steps:
+def _steps(path: Path, ended_at: str | None, warmup: int) -> Steps:
     rows = [row for row in read_steps(RunDir(path).steps)[0] if row.phase in ("train", None) and row.step is not None]
     timed = [row for row in rows if row.step_time_s is not None and math.isfinite(row.step_time_s)]
     return Steps({name: [getattr(row, name) for row in timed] for name in _COLUMNS}, warmup)
@@ -176,7 +176,7 @@ def _steps(path: Path, changed: float, warmup: int) -> Steps:
 
 def steps_of(run: Run) -> Steps:
     """Return the timed training steps of a run."""
-    return _steps(run.dir.path, modified(run.dir.steps), int(figure(run.record, "steps.warmup") or 0))
+    return _steps(run.dir.path, run.record.get("ended_at"), int(figure(run.record, "steps.warmup") or 0))
 
 
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
