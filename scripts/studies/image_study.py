@@ -13,7 +13,7 @@ import yaml
 from ftbench.core import units
 from ftbench.core.compare import Pace
 from ftbench.report.data.cells import PEAK, Cell
-from ftbench.report.document import Section, table_of_rows
+from ftbench.report.document import Section, table_of
 
 IMAGES = "images_per_s.images"
 MEMORIES = (16, 24, 32, 48, 80, 96, 141)  # GiB of common GPUs
@@ -70,7 +70,9 @@ def guide(cells: Sequence[Cell]) -> Section | None:
         "also applies to GPUs with more memory, up to the next row.",
         f"The founding study recommends ({published['source']}): {rules}.",
     )
-    table = table_of_rows(records, text=("model", "GPU", "data", "take"), shared=("model", "GPU", "data"))
+    columns = {name: [str(record[name]) for record in records] for name in records[0]}
+    context = {name: columns.pop(name)[0] for name in ("model", "GPU", "data") if len(set(columns[name])) == 1}
+    table = table_of(columns, text=("model", "GPU", "data", "take"), context=context)
     return Section("image_guide", "Images: which combination, from how many steps on", table, words, records)
 
 

@@ -51,16 +51,6 @@ def table_of(
     return Table(dict(context or {}), list(columns), rows, list(notes), tuple(text))
 
 
-def table_of_rows(
-    rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (), text: Sequence[str] = (),
-    shared: Sequence[str] = (),
-) -> Table:  # fmt: skip
-    """Return a table. Each row maps headings to values. A `shared` column moves to the title if all rows agree."""
-    columns = {name: [str(row[name]) for row in rows] for name in rows[0]}
-    context = {name: columns.pop(name)[0] for name in shared if len(set(columns[name])) == 1}
-    return table_of(columns, notes, text, context)
-
-
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of the table of runs. `source` is a field of a record. `text` is a function to format its values."""

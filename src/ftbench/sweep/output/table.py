@@ -8,7 +8,7 @@ from ftbench.core.table import wrapped
 from ftbench.report import formats, select
 from ftbench.report.data import groups
 from ftbench.report.data.collect import Record, collect
-from ftbench.report.document import Report, Table, table_of_rows
+from ftbench.report.document import Report, Table, table_of
 from ftbench.store.output import write_output
 from ftbench.sweep.plan.base import Plan, short
 from ftbench.sweep.plan.search import Search
@@ -113,4 +113,4 @@ def frontier_table(search: Search) -> Table:
         "knee: no larger batch is 5 % faster. A trial starts with the longest samples of the data set, so step 1 shows "
         "the peak. Reserved GiB is the allocator's pool."
     )
-    return table_of_rows(rows, [note])
+    return table_of({name: [str(row[name]) for row in rows] for name in rows[0]}, [note])
