@@ -14,7 +14,6 @@ from typing import Any
 
 from ftbench.core.rows import StepRow
 from ftbench.core.units import listed
-from ftbench.store.models import MAX_RANKS
 from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
 from ftbench.store.steps import StepsWriter, read_steps
 
@@ -156,9 +155,7 @@ def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
 
 def rank_files(run: RunDir) -> list[Path]:
     """Return the existing files steps.rankN.csv in the order of the ranks."""
-    present = {*run.path.glob("steps.rank*.csv")}
-    named = (run.of_rank(number).steps for number in range(MAX_RANKS))
-    return [path for path in named if path in present] if present else []
+    return sorted(run.path.glob("steps.rank[0-9]*.csv"), key=lambda path: (len(path.name), path.name))
 
 
 def write_merged(run: RunDir) -> None:
