@@ -28,7 +28,7 @@ from ftbench.report.data.axes import (
     value_at,
     varying_keys,
 )
-from ftbench.report.data.cells import ACCUMULATION, BATCH, DURATION, Cell, Run, gpu_of
+from ftbench.report.data.cells import DURATION, Cell, Run, gpu_of
 from ftbench.report.data.collect import Record, data_labels, known
 from ftbench.report.data.facts import CARD, COMMIT, CPU, IMPORTED, LIMIT, REWARD, machine_facts, spec_facts
 from ftbench.spec.methods import METHODS
@@ -96,10 +96,6 @@ def named(cells: Iterable[Cell], axis: str = "") -> list[Cell]:
 def _facts(group: Sequence[Run]) -> dict[str, str]:
     first = group[0]
     facts = {"gpu": gpu_of(first.record), **first.spec}
-    if not first.spec:
-        names = {"method.name": "method", "model.id": "model", BATCH: "batch_size",
-                 ACCUMULATION: "gradient_accumulation_steps"}  # fmt: skip
-        facts |= {key: str(first.record[name]) for key, name in names.items() if first.record[name]}
     complete = [run for run in group if run.ok] or group  # failed runs record less
     for key in dict.fromkeys(key for run in group for key in run.ran):
         texts = dict.fromkeys(run.ran.get(key, "unknown") for run in complete)
