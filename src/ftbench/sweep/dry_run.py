@@ -8,7 +8,7 @@ from typing import Any
 from ftbench.core.table import folded_command, wrapped
 from ftbench.core.units import JOULES_PER_KWH, gibibytes, seconds, some
 from ftbench.sweep.plan.base import Job, JobStatus, run_command
-from ftbench.sweep.plan.search import Search
+from ftbench.sweep.plan.search import Search, estimator
 from ftbench.sweep.sweep import Ready
 
 NO_ESTIMATOR = "no predictions: the package ftbench.estimate is not installed"
@@ -35,18 +35,10 @@ def dry_run(ready: Ready) -> list[PlannedJob]:
     if isinstance(plan, Search):
         while plan.next(lambda job: True) is not None:
             pass
-    estimator = _estimator()
-    predictor = estimator.Predictor(ready.device, ready.request.out) if estimator and ready.device else None
+    api = estimator()
+    predictor = api.Predictor(ready.device, ready.request.out) if api and ready.device else None
     lines = [_planned(ready, predictor, job, status) for job, status in plan.statuses.items()]
     return lines + [PlannedJob(cell, "impossible", reason) for cell, reason in ready.impossible]
-
-
-def _estimator() -> Any | None:
-    try:
-        from ftbench.estimate import api
-    except ImportError:
-        return None
-    return api
 
 
 def _planned(ready: Ready, predictor: Any, job: Job, status: JobStatus) -> PlannedJob:
@@ -95,7 +87,7 @@ def _totals(pending: Sequence[PlannedJob], ready: Ready | None) -> list[str]:
     energies = [line.joules for line in pending if line.joules is not None]
     if not lasting:
         why = "no formula or run covers these cells" if ready and ready.device else "formulas need a GPU"
-        why = why if _estimator() else NO_ESTIMATOR
+        why = why if estimator() else NO_ESTIMATOR
         return ["\n" + wrapped(f"total: {some(len(pending), 'run')}; time unknown until the first run ends: {why}")]
     slots = len(ready.slots) if ready else 1
     total, joules = sum(lasting), sum(energies)

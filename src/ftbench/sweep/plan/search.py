@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ftbench.spec import identity
@@ -123,9 +122,9 @@ class Search(Plan):
 
     def __init__(self, cells: Iterable[SearchCell], options: Options, gpu: dict[str, Any] | None = None) -> None:
         super().__init__(options)
-        self.cells = list(cells)
+        self.cells, api = list(cells), estimator()
         for cell in self.cells:
-            cell.seed = _first_trial(cell.spec, gpu, options.folder.parent)
+            cell.seed = api.first_trial(cell.spec, gpu, options.folder.parent, LARGEST_BATCH) if api else None
             cell.stopped = bool(cell.refused)
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
@@ -214,12 +213,12 @@ class Search(Plan):
         return replace(trial_job, without_batch=identity.fingerprint_without_batch(spec, self.options.gpu))
 
 
-def _first_trial(spec: Experiment, gpu: dict[str, Any] | None, folder: Path) -> int | None:
-    """Return the largest batch that the estimator expects to fit. Return None if the estimator is not installed."""
+def estimator() -> Any | None:
+    """Return the module `ftbench.estimate.api`. Return None if the estimator is not installed."""
     with suppress(ImportError):
         from ftbench.estimate import api
 
-        return api.first_trial(spec, gpu, folder, LARGEST_BATCH)
+        return api
     return None
 
 
