@@ -48,12 +48,13 @@ def profile(
     from ftbench.profile import profile_table
     from ftbench.report import show
     from ftbench.spec.model_argument import spec_sets
+    from ftbench.store.rundir import KERNELS, read_json
 
     count = [f"measure.profile_steps={steps}"] if steps is not None else []
     changes = spec_sets(["measure.profile=on", *count, *(sets or [])], recipe, dataset, None)
     result = _train(spec, changes, out, log_every, yes)
     if as_json:
-        emit(result.document() | {"profile": profile_table.document_of(result.run)})
+        emit(result.document() | {"profile": read_json(result.run.profile / KERNELS) or None})
     else:
         emit("\n\n".join(filter(None, [profile_table.run_text(result.run), show.shown(result.run).ending()])))
     raise typer.Exit(result.exit_code)

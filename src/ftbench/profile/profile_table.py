@@ -12,14 +12,9 @@ from ftbench.store.rundir import KERNELS, SNAPSHOT, TRACE, RunDir, read_json
 _SHOWN = 15
 
 
-def document_of(run: RunDir) -> dict[str, Any] | None:
-    """Return the content of a run's kernels.json, or None if the run was not profiled."""
-    return read_json(run.profile / KERNELS) or None
-
-
 def run_text(run: RunDir) -> str:
     """Return the profile of a run as text, or an empty string without a profile. Times are per step."""
-    if (document := document_of(run)) is None:
+    if not (document := read_json(run.profile / KERNELS)):
         return ""
     folder = run.profile
     on_gpu, steps = document["device"] == "cuda", document["steps"]
