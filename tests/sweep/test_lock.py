@@ -7,7 +7,8 @@ import pytest
 
 from ftbench.core import processes
 from ftbench.errors import FtbenchError
-from ftbench.sweep.lock import holder_of, is_held, locked
+from ftbench.store.rundir import read_json
+from ftbench.sweep.lock import LOCK, is_held, locked
 
 HOLDER = """
 import subprocess, sys, time
@@ -41,7 +42,7 @@ def test_folder_is_locked_within_the_block(tmp_path):
     assert not is_held(folder)
     with locked(folder):
         assert is_held(folder)
-        assert holder_of(folder) == processes.this_process()
+        assert read_json(folder / LOCK) == processes.this_process()
     assert not is_held(folder)
     with locked(folder):
         assert is_held(folder)
@@ -56,7 +57,7 @@ def test_second_sweep_names_the_pid_of_the_first(tmp_path, holder):
         f"watch it with `ftbench sweep --status {tmp_path}`, or choose another --out"
     )
     assert is_held(tmp_path)
-    assert holder_of(tmp_path)["pid"] == holder.pid
+    assert read_json(tmp_path / LOCK)["pid"] == holder.pid
 
 
 def test_killed_owner_releases_the_lock_although_its_child_runs(tmp_path, holder):
@@ -64,6 +65,6 @@ def test_killed_owner_releases_the_lock_although_its_child_runs(tmp_path, holder
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert not is_held(tmp_path)
-    assert holder_of(tmp_path)["pid"] == holder.pid
+    assert read_json(tmp_path / LOCK)["pid"] == holder.pid
     with locked(tmp_path):
-        assert holder_of(tmp_path)["pid"] == os.getpid()
+        assert read_json(tmp_path / LOCK)["pid"] == os.getpid()

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ftbench.core import processes
 from ftbench.errors import FtbenchError
@@ -26,7 +25,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = holder_of(folder)
+            holder = rundir.read_json(path)
             who = f"process {holder['pid']} on {holder['host']}" if holder.get("pid") else "another process"
             raise FtbenchError(
                 f"{folder}: a sweep is already running ({who}); watch it with `ftbench sweep --status {folder}`, or "
@@ -38,11 +37,6 @@ def locked(folder: Path) -> Iterator[None]:
         os.ftruncate(file, 0)
     finally:
         os.close(file)
-
-
-def holder_of(folder: Path) -> dict[str, Any]:
-    """Return pid and host of the last process that locked the folder, or {} if its sweep ended normally."""
-    return rundir.read_json(folder / LOCK)
 
 
 def is_held(folder: Path) -> bool:
