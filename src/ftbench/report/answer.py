@@ -23,7 +23,7 @@ _NUMBERS = {1: "one", 2: "two", 3: "three"}
 _SMALLER = 0.95  # the recipe with the least memory is named if it needs less than this share of the winner's
 _MOST_NAMED, _MOST_GROUPS, _MOST_ROWS = 6, 6, 20
 _STATES = {"oom": "out of memory", NOT_FINITE: "not finite", "running": "unfinished", "interrupted": "unfinished"}
-_WARNINGS = {PROFILED: "profiled", DAMAGED: "control", RECORDED: "control"}
+NOT_TIMED = {PROFILED: "profiled", DAMAGED: "control", RECORDED: "control"}  # warnings of runs without a valid speed
 # Facts that comparable runs share, and words for runs that are left out because they differ in this fact.
 _SHARED = {
     "model": "of other models", "data": "of other data", "dataset.max_length": "of other sample lengths",
@@ -42,7 +42,7 @@ def unusable(run: Run) -> str:
     state, warnings = str(run.record["state"]), run.record["warnings"]
     if state != "ok":
         return _STATES.get(state, "failed")
-    if marked := [word for start, word in _WARNINGS.items() if any(text.startswith(start) for text in warnings)]:
+    if marked := [word for start, word in NOT_TIMED.items() if any(text.startswith(start) for text in warnings)]:
         return marked[0]
     if run.contended:
         return "contended"

@@ -14,15 +14,11 @@ from ftbench.report.data.cells import Cell, Run
 from ftbench.report.data.collect import Record, collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.document import Report, Section
-from ftbench.spec.experiment import DAMAGED, RECORDED
-from ftbench.store.summary import PROFILED
 
 if TYPE_CHECKING:
     from ftbench.spec.prices import Prices
 
 NIGHT_H = 8.0  # hours of a night
-
-_NOT_TIMED = (PROFILED, DAMAGED, RECORDED)  # warnings of runs whose speed is not valid
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +100,8 @@ def _sections(request: Request, runs: Sequence[Run], prices: Prices | None) -> l
     parts = answer.sections(cells_of(runs), full=request.every_answer)
     if not (request.every_answer or request.compare is not None or request.prices):  # no section needs speeds
         return parts
-    measured = [run for run in runs if not any(text.startswith(_NOT_TIMED) for text in run.record["warnings"])]
+    marks = tuple(answer.NOT_TIMED)
+    measured = [run for run in runs if not any(text.startswith(marks) for text in run.record["warnings"])]
     if request.compare is not None:
         from ftbench.report.compare import comparison, pairs
 
