@@ -48,7 +48,7 @@ def command(spec: Experiment, run: RunDir) -> list[str]:
     `-P` removes the current directory from sys.path. Otherwise, Python could import a user's `random.py`.
     """
     worker = [sys.executable, "-P", "-m", "ftbench.worker", str(run.path.resolve())]
-    return ranks.around(worker, spec, run) if spec.launch.ranks > 1 else worker
+    return ranks.around(worker, spec, run) if spec.launch.gpus > 1 else worker
 
 
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:

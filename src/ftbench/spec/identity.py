@@ -102,7 +102,7 @@ def slug(spec: Experiment, gpu: str | None = None) -> str:
     """Return a name such as `qwen3-8b-qlora-b4-1f2e3d4c5b6a`: model, method, batch size, fingerprint.
 
     With an objective other than sft and with several GPUs: `qwen3-8b-lora-dpo-fsdp-2gpus-b4-...`."""
-    several = f"-{spec.launch.strategy}-{spec.launch.ranks}gpus" if spec.launch.ranks > 1 else ""
+    several = f"-{spec.launch.strategy}-{spec.launch.gpus}gpus" if spec.launch.gpus > 1 else ""
     objective = "" if spec.objective.name == "sft" else f"-{spec.objective.name}"
     trained = f"{model_slug(spec.model.id)}-{spec.method.name}{objective}"
     return f"{trained}{several}-b{spec.train.batch_size}-{fingerprint(spec, gpu)}"

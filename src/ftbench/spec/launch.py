@@ -59,11 +59,6 @@ class Launch(Part):
         return _launch_in_full(values) if isinstance(values, dict) else values
 
     @property
-    def ranks(self) -> int:
-        """The number of training processes, one per GPU."""
-        return self.gpus
-
-    @property
     def gpus_of_node(self) -> int:
         """The number of GPUs per machine."""
         return self.gpus // self.nodes
@@ -71,15 +66,15 @@ class Launch(Part):
     @property
     def sharded(self) -> bool:
         """Whether each rank holds only a part of the model."""
-        return self.ranks > 1 and STRATEGIES[self.strategy].sharded
+        return self.gpus > 1 and STRATEGIES[self.strategy].sharded
 
     @property
     def data_parallel_size(self) -> int:
         """The data-parallel size: the number of different batches that the GPUs process at the same time."""
         if self.tp or self.pp:
-            return max(1, self.ranks // ((self.tp or 1) * (self.pp or 1)))
+            return max(1, self.gpus // ((self.tp or 1) * (self.pp or 1)))
         strategy = STRATEGIES.get(self.strategy)
-        return 1 if strategy and strategy.same_samples else self.ranks
+        return 1 if strategy and strategy.same_samples else self.gpus
 
     @property
     def stages(self) -> int:
@@ -92,7 +87,7 @@ class Launch(Part):
 
         Each GPU gets one part from the front and one from the back. This gives all GPUs equal work.
         """
-        return 2 * self.ranks if self.strategy == "cp" else 1
+        return 2 * self.gpus if self.strategy == "cp" else 1
 
 
 def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:

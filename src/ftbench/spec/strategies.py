@@ -261,7 +261,7 @@ def incompatibilities(spec: Experiment) -> list[str]:
             return [f"launch.{key} needs strategy {fitting}, and launch.strategy is {name}: change one of them"]
     if launch.schedule != "1f1b" and not name.startswith("pp"):
         return [f"launch.schedule needs strategy pp, and launch.strategy is {name}: change one of them"]
-    if launch.ranks == 1:
+    if launch.gpus == 1:
         several = {"strategy": name, "offload": launch.offload}
         return [
             f"launch.{key}: {value} needs several GPUs and launch.gpus is 1: raise launch.gpus, or set {key} to none"

@@ -38,7 +38,7 @@ def main(path: str, handed_over: bool = False) -> int:
         trains = handed_over or spec.launch.framework == "trl"  # preparing for another interpreter needs no GPU
         if trains and os.environ.get("LOCAL_RANK", "0") == "0":  # one lock per machine
             _acquire_gpu(spec, directory, phases)
-        if trains and spec.launch.ranks > 1:
+        if trains and spec.launch.gpus > 1:
             _join_ranks(run)
         train(run)
         _ignore_signals()  # a signal after the training must not discard its result

@@ -116,7 +116,7 @@ def attach(loop: Any, spec: Experiment) -> None:
         stepping.factor = (max_norm / (norm.float() + 1e-6)).clamp(max=1.0)
         return norm
 
-    cast = spec.train.precision == "fp16" or spec.launch.ranks > 1  # gradients are scaled or sharded
+    cast = spec.train.precision == "fp16" or spec.launch.gpus > 1  # gradients are scaled or sharded
     kind = arguments(spec).get("optimizer_cls_and_kwargs", (object,))[0]
     if issubclass(kind, _SteppedByKernel) and not cast:
         loop.accelerator.clip_grad_norm_ = clip_grad_norm

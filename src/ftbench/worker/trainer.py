@@ -136,7 +136,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     # Losses of Qwen's vision models accept the number of label tokens, but transformers does not pass the number.
     # Micro-batches and ranks with different numbers of tokens would then have equal weights.
     loop.model_accepts_loss_kwargs |= reads_images(model.config)
-    if spec.launch.ranks > 1 and hasattr(strategy := parallel.load(spec.launch.strategy), "attach"):
+    if spec.launch.gpus > 1 and hasattr(strategy := parallel.load(spec.launch.strategy), "attach"):
         strategy.attach(loop, spec)
     optimizer.attach(loop, spec)
     optimizer_in_backward.attach(loop, spec)
@@ -168,7 +168,7 @@ def sft_config(spec: Experiment, run: RunDir, model: Any) -> SFTConfig:
         options["loss_type"] = "nll"
     if spec.method.name == "unsloth":
         options |= unsloth.batching(spec)
-    if spec.launch.ranks == 1:
+    if spec.launch.gpus == 1:
         return SFTConfig(**options)
     strategy = parallel.load(spec.launch.strategy)
     config = SFTConfig(**options | strategy.arguments(spec))
@@ -240,7 +240,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
         "optimizations.loader_processes": (_loader_processes(spec), processes),
         "train.precision": (spec.train.precision, effective_config.PRECISIONS.get(effective_config.autocast(trainer))),
     })  # fmt: skip
-    if spec.launch.ranks > 1:
+    if spec.launch.gpus > 1:
         problems += parallel.load(spec.launch.strategy).verify(trainer, spec) + _verify_mean(trainer)
     return problems
 

@@ -69,7 +69,7 @@ def _cuda_graph(spec: Experiment) -> Iterator[str]:
         yield f"{name} overwrites gradients in each pass: set train.gradient_accumulation_steps to 1"
     if train.precision == "fp16":
         yield f"{name}: train.precision fp16 scales gradients on the host: set it to bf16"
-    if spec.launch.ranks > 1 and spec.launch.strategy != "ddp":
+    if spec.launch.gpus > 1 and spec.launch.strategy != "ddp":
         yield f"{name} supports only ddp on several GPUs: set launch.strategy to ddp, or {name} to off"
     if spec.dataset.has_images:
         yield f"{name}: images change the batch shape: set it to off"

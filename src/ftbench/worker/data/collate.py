@@ -229,9 +229,9 @@ def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice =
 def verify_order(rows: Sequence[Row], spec: Experiment, count: int, order_hash: str, rank: int) -> list[str]:
     """Return a message if `order_hash` differs from the hash of the `count` batches that `rank` should train on."""
     shares = spec.launch.data_parallel_size
-    share = rank * shares // spec.launch.ranks
+    share = rank * shares // spec.launch.gpus
     if order_hash == token_hash(rows, spec, count, slice(share, None, shares)):
         return []
-    if spec.launch.ranks == 1:
+    if spec.launch.gpus == 1:
         return ["the run did not train on its samples in the expected order"]
     return [f"rank {rank} did not train on share {share + 1} of {shares} of the samples, in the expected order"]

@@ -42,7 +42,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
         "weight_decay": train.weight_decay, "clip_grad": train.max_grad_norm, "train_iters": train.max_steps,
         "micro_batch_size": train.batch_size // (launch.micro_batches or 1), "global_batch_size": spec.global_batch,
         "seed": train.seed, "recompute": bool(spec.optimizations.gradient_checkpointing),
-        "tensor_model_parallel_size": launch.ranks if launch.strategy == "tp" else launch.tp or 1,
+        "tensor_model_parallel_size": launch.gpus if launch.strategy == "tp" else launch.tp or 1,
         "pipeline_model_parallel_size": launch.pp or 1,
     }  # fmt: skip
 

@@ -65,7 +65,7 @@ def steps_of(spec: Experiment, rows: int) -> Iterator[list[list[range]]]:
 
 def share_of_rank(spec: Experiment) -> int:
     """Return the data-parallel index of this rank. All ranks of one model replica have the same index."""
-    return (parallel.rank() or 0) * spec.launch.data_parallel_size // spec.launch.ranks
+    return (parallel.rank() or 0) * spec.launch.data_parallel_size // spec.launch.gpus
 
 
 def require_group() -> None:
@@ -82,11 +82,11 @@ def require_group() -> None:
 def step_facts(spec: Experiment, optimizer: Any, recomputes: bool, division: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of applied.json about the first step. `division` describes how the ranks divide the work."""
     launch = spec.launch
-    facts = {"strategy": launch.strategy, "ranks": launch.ranks, "shares": launch.data_parallel_size}
+    facts = {"strategy": launch.strategy, "ranks": launch.gpus, "shares": launch.data_parallel_size}
     return {
         "loss_normalisation": "label tokens of the step",
         "gradient_checkpointing": float(recomputes),
         "optimizer": effective_config.optimizer_facts(optimizer),
         "fp8_layers": 0,
-        **({"parallel": facts | {"global_batch": spec.global_batch} | division} if launch.ranks > 1 else {}),
+        **({"parallel": facts | {"global_batch": spec.global_batch} | division} if launch.gpus > 1 else {}),
     }

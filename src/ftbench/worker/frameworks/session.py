@@ -165,7 +165,7 @@ def _check_order(run: TrainingRun) -> None:
 
 def _expected_rows(run: TrainingRun, count: int, recorder: Recorder) -> tuple[Iterable[int], Iterable[int]]:
     """Return two lists of row numbers in training order: the rows of this rank, and the rows of all ranks."""
-    if run.spec.launch.ranks == 1:
+    if run.spec.launch.gpus == 1:
         return range(recorder.samples), range(recorder.samples)
     share, steps = own_loop.share_of_rank(run.spec), [*own_loop.steps_of(run.spec, count)][: recorder.step]
     batches = [rows for step in steps for rows in step]

@@ -44,7 +44,7 @@ def are_packed(spec: Experiment) -> bool:
 
 def are_drawn(spec: Experiment) -> bool:
     """Return whether the ranks create random weights while they shard the model, instead of reading files."""
-    strategy: Any = parallel.load(spec.launch.strategy) if spec.launch.ranks > 1 else None
+    strategy: Any = parallel.load(spec.launch.strategy) if spec.launch.gpus > 1 else None
     return spec.model.weights == "random" and hasattr(strategy, "reads") and not strategy.reads(spec)
 
 
@@ -91,7 +91,7 @@ def read(spec: Experiment, source: str, **more: Any) -> Any:
     offload = spec.optimizations.weight_offload
     if device().type == "cuda" and not spec.launch.sharded:
         arguments["device_map"] = {"": torch.device("cpu") if offload else device()}
-    strategy: Any = parallel.load(spec.launch.strategy) if spec.launch.ranks > 1 else None
+    strategy: Any = parallel.load(spec.launch.strategy) if spec.launch.gpus > 1 else None
     if hasattr(strategy, "loading"):
         arguments |= strategy.loading(spec, load_config(spec.model, source))
     config = more.get("config") or load_config(spec.model, source)

@@ -34,7 +34,7 @@ def suits(spec: Experiment, config: Any) -> bool:
     usual = (getattr(method, "quant_type", "nf4"), getattr(method, "double_quant", True)) == ("nf4", True)
     compute = getattr(method, "compute_dtype", "bfloat16") == spec.model.dtype == "bfloat16"
     dense = not vision.reads_images(config) and not any(getattr(config, name, None) for name in _EXPERTS)
-    alone = spec.launch.ranks == 1 and spec.launch.framework == "trl" and not spec.optimizations.weight_offload
+    alone = spec.launch.gpus == 1 and spec.launch.framework == "trl" and not spec.optimizations.weight_offload
     return method.quantised and usual and compute and dense and alone
 
 

@@ -55,7 +55,7 @@ def applied(trainer: Any, spec: Experiment) -> dict[str, Any]:
     launch = spec.launch
     facts = {
         "strategy": launch.strategy,
-        "ranks": launch.ranks,
+        "ranks": launch.gpus,
         "shares": launch.data_parallel_size,
         "global_batch": spec.global_batch,
     }

@@ -41,7 +41,7 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
 
 def arguments(spec: Experiment) -> dict[str, Any]:
     """Return the arguments of FSDP2, and accelerate's setting for the number of GPUs that share a sequence."""
-    return fsdp.arguments(spec) | {"parallelism_config": ParallelismConfig(cp_size=spec.launch.ranks)}
+    return fsdp.arguments(spec) | {"parallelism_config": ParallelismConfig(cp_size=spec.launch.gpus)}
 
 
 def prepare(config: Any) -> None:

@@ -44,7 +44,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
     wrapped = trainer.model_wrapped
     if not isinstance(wrapped, DistributedDataParallel):
         return [f"launch.strategy is ddp, but the trainer has a {type(wrapped).__name__}, which does not sum gradients"]
-    if (ranks := wrapped.process_group.size()) != spec.launch.ranks:
+    if (ranks := wrapped.process_group.size()) != spec.launch.gpus:
         return [f"launch.gpus is {spec.launch.gpus}, but gradients are summed over {ranks} ranks"]
     different = different_copies(wrapped, wrapped.process_group)
     return [f"launch.strategy is ddp, but the weights of rank {different[0]} differ after step 1"] if different else []

@@ -19,7 +19,7 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
     """Return the arguments of from_pretrained, which shards the weights while loading. Raise SpecError if the ranks
     cannot share the experts evenly."""
     require_even(spec, config)
-    return {"distributed_config": DistributedConfig(tp_size=spec.launch.ranks, enable_expert_parallel=True)}
+    return {"distributed_config": DistributedConfig(tp_size=spec.launch.gpus, enable_expert_parallel=True)}
 
 
 def require_even(spec: Experiment, config: Any) -> None:

@@ -155,7 +155,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
     parameters = dict(model.named_parameters())
     if plain := [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]:
         return [f"launch.strategy is fsdp, but these are not sharded: {listed(plain, 1)}"]
-    wanted = {launch.ranks, launch.data_parallel_size} if launch.strategy == "tp+fsdp" else {launch.ranks}
+    wanted = {launch.gpus, launch.data_parallel_size} if launch.strategy == "tp+fsdp" else {launch.gpus}
     if (meshes := {parameter.device_mesh.size() for parameter in parameters.values()}) != wanted:
         return [f"launch.gpus is {launch.gpus}, but parameters are sharded over {meshes} ranks, not {wanted}"]
     head = _head(trainer)

@@ -169,7 +169,7 @@ def cut(model: Any, spec: Experiment) -> Any:
         inner.norm = Placeholder()
         base.set_output_embeddings(Placeholder())
     base.config.tie_word_embeddings = tied
-    base._tp_size = spec.launch.tp and spec.launch.ranks // spec.launch.data_parallel_size  # ranks with the same batch
+    base._tp_size = spec.launch.tp and spec.launch.gpus // spec.launch.data_parallel_size  # ranks with the same batch
     model.__dict__[KEY] = Pipeline(model, spec, split, mesh_of(spec.launch), dtype)  # not as a submodule
     model.__dict__[parallel.COMPLETE] = complete
     return model
@@ -187,7 +187,7 @@ def _without_values(model: Any) -> Any:
 
 def arguments(spec: Experiment) -> dict[str, Any]:
     """Return the arguments of the trainer. accelerate gives `tp_size` consecutive ranks the same dataset rows."""
-    same = spec.launch.ranks // spec.launch.data_parallel_size
+    same = spec.launch.gpus // spec.launch.data_parallel_size
     sizes = {"dp_shard_size": spec.launch.data_parallel_size} if spec.launch.data_parallel_size > 1 else {}
     return ep.arguments(spec) | {"parallelism_config": ParallelismConfig(tp_size=same, **sizes)}
 

@@ -24,7 +24,7 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
     """Return the arguments of from_pretrained, which shards the weights while loading. Raise SpecError if the ranks
     cannot share the heads evenly."""
     require_plan(spec, config)
-    return {"distributed_config": DistributedConfig(tp_size=spec.launch.ranks)}
+    return {"distributed_config": DistributedConfig(tp_size=spec.launch.gpus)}
 
 
 def require_plan(spec: Experiment, config: Any) -> None:
@@ -50,7 +50,7 @@ def on_mesh(spec: Experiment, config: Any, mesh: Callable[[], Any]) -> dict[str,
     require_plan(spec, config)
     LoraLayer._get_in_out_features = lambda self, module: (module.in_features, module.out_features)
     tensor = spec.launch.tp or 1
-    return {"distributed_config": DistributedConfig(tp_size=tensor, fsdp_size=spec.launch.ranks // tensor),
+    return {"distributed_config": DistributedConfig(tp_size=tensor, fsdp_size=spec.launch.gpus // tensor),
             "device_mesh": mesh()}  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def _prefetch_one_layer(model: Any) -> dict[str, int]:
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
     """Return error messages if DeepSpeed does not run the requested ZeRO stage or does not shard the weights."""
-    engine, name, ranks = trainer.model_wrapped, spec.launch.strategy, spec.launch.ranks
+    engine, name, ranks = trainer.model_wrapped, spec.launch.strategy, spec.launch.gpus
     if type(engine).__name__ != "DeepSpeedEngine":
         return [f"launch.strategy is {name}, but the trainer has a {type(engine).__name__}"]
     if f"zero{engine.zero_optimization_stage()}" != name or engine.dp_world_size != ranks:
