@@ -37,7 +37,6 @@ WITHOUT_KERNELS = (
     "To judge a recipe without the kernels, write a file with `recipe: NAME` and "
     "`optimizations: {triton_kernels: off}`, and name it with --recipe"
 )
-WORST = 8  # tensors shown for each recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,23 +194,6 @@ class ParityTables(Tables):
         ]  # fmt: skip
         headings = ["recipe", "control", "damage", "level", "state", "number / limit"]
         yield "controls", Table({}, headings, controls, [], tuple(headings))
-        if worst := [row for recipe in self.plan.recipes for row in self._worst(recipe)]:
-            yield "worst tensors", Table({}, ["recipe", "tensor", "error", "limit"], worst, [], ("tensor",))
-
-    def _worst(self, recipe: Contender) -> Iterator[list[str]]:
-        """Yield rows (recipe, tensor, error, limit) for the tensors of a recipe with the largest `error / limit`."""
-        plan = self.plan
-        if recipe.refused or plan.statuses[record := plan.record_of(recipe.spec, recipe)].state != "ok":
-            return
-        needed = [plan.record_of(recipe.reference, recipe)]
-        needed += [plan.record_of(plan.plain(recipe), recipe)] if verdict.rounds(recipe.spec) else []
-        if any(plan.statuses[each].state != "ok" for each in needed):
-            return
-        rounding = [plan.agreement(recipe, each) for each in needed[1:]]
-        checks = verdict.tensor_checks(plan.agreement(recipe, record), rounding, recipe.spec)
-        for check in sorted(checks, key=lambda check: -check.share)[:WORST]:
-            what = check.what.removeprefix("base_model.model.").replace(".default", "").replace(".weight:", ":")
-            yield [recipe.name, what, f"{check.number:.2g}", f"{check.limit:.2g}"]
 
 
 def _row(judgement: Judgement) -> list[str]:
