@@ -59,7 +59,7 @@ _PLAIN = (
     r"elementwise|vectorized|unrolled|reduce|softmax|SoftMax|norm|rms|rope|rotary|silu|gelu|swiglu|geglu|_fg_kernel|"
     r"DWf_DW|dropout|copy|cat|Cat|fill|Fill|index|gather|scatter|embedding|where|mask|cumsum|scan|sort|topk|arange|"
     r"triton_(poi|red|per|for)|transpose|tril|triu|distribution|compare|(exact|approx)_(forward|backward)|_route|"
-    r"_combine_(fwd|bwd)"
+    r"_combine_(fwd|bwd)|_clamped_gate|_add_products"
 )
 # The groups of operators, for ambiguous kernels and for CPU profiles.
 _OPERATORS: tuple[tuple[str, str], ...] = (

@@ -85,7 +85,7 @@ def _check(spec: Experiment) -> None:
         problems.append("no held-out data: set dataset.eval_samples=64 (or more)")
     if spec.train.max_steps is None:
         problems.append("the number of steps is unknown: give --steps 200 or set train.max_steps")
-    if spec.launch.framework != "trl" or spec.launch.ranks > 1:
+    if spec.launch.framework != "trl" or spec.launch.gpus > 1:
         problems.append("only ftbench's own loop on one GPU can be judged: set launch.framework=trl and launch.gpus=1")
     if problems:
         raise SpecError(*(f"parity cannot judge this spec: {problem}" for problem in problems))
