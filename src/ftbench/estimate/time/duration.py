@@ -166,8 +166,8 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
         seconds += sum(waits.values())
         confidence += _remarks(sharding.gpus, spec.launch.nodes, flushes, host_runs, host)
     key = (gpu.name, *step_key(spec))
-    if left_out := history.contended[key]:
-        confidence += f"; without {units.some(left_out, 'contended run')}"
+    if left_out := [units.some(count, why) for (step, why), count in history.invalid.items() if step == key]:
+        confidence += f"; without {' and '.join(left_out)}"
     hosts = seconds / (seconds - modelled.seconds + fast.seconds), 1 + (slow.seconds - modelled.seconds) / seconds
     below, above = _spread(spec, basis, unlike, *hosts)
     watts, source = _watts(gpu, same, modelled, offloaded)

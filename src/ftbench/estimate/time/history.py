@@ -40,7 +40,8 @@ class TimedRun:
 
     `step_s` is the mean time of a steady step in seconds. `tokens` is the mean number of real tokens per step.
     `start_s` is the time before the first steady step in seconds. `watts` is the mean power of one GPU. `described` is
-    the `dataset` section of summary.json. If other processes used the GPU, the run is `contended`."""
+    the `dataset` section of summary.json. If the speed is not valid, `invalid` is the reason, for example
+    `contended run`."""
 
     run_id: str
     spec: Experiment
@@ -52,14 +53,14 @@ class TimedRun:
     batch: Batch
     key: StepKey
     tokens: float
-    contended: bool = False
+    invalid: str = ""
     limit_w: float | None = None
     launch_bound: bool = False
     cpu: tuple[Any, Any] = (None, None)  # model and number of cores
 
 
 class RunHistory:
-    """The runs in the results folder `path` with a valid speed. `contended` counts the others by GPU and step.
+    """The runs in the results folder `path` with a valid speed. `invalid` counts the others by GPU, step and reason.
 
     The folder may also contain probes. By default, the `coefficients` of the time model come from
     facts/durations.yaml."""
@@ -67,8 +68,8 @@ class RunHistory:
     def __init__(
         self, path: Path | None = None, runs: Sequence[TimedRun] = (), coefficients: Mapping[str, float] | None = None
     ) -> None:
-        self.path, self.runs = path, [run for run in runs if not run.contended]
-        self.contended = Counter((run.gpu, *run.key) for run in runs if run.contended)
+        self.path, self.runs = path, [run for run in runs if not run.invalid]
+        self.invalid = Counter(((run.gpu, *run.key), run.invalid) for run in runs if run.invalid)
         self.coefficients = coefficients or shipped_coefficients()
         self._by_step = grouped_by(self.runs, lambda run: (run.gpu, *run.key))
         self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}
@@ -211,8 +212,8 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
             sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None,
             watts and watts / spec.launch.gpus, summary["dataset"], _mean_batch(summary, spec, seconds),
             step_key(spec), summary["tokens_per_s"]["real"] * seconds,
-            bool(summary.get("contention", {}).get("contended")), limited.watts if limited else None,
-            _is_launch_bound(summary), _model_and_cores(described.get("cpu") or {}),
+            _invalid(run, summary), limited.watts if limited else None, _is_launch_bound(summary),
+            _model_and_cores(described.get("cpu") or {}),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError):  # not a summary of ftbench
         return None
@@ -226,6 +227,20 @@ def _is_launch_bound(summary: dict[str, Any]) -> bool:
     """Return whether a run was launch-bound in all steps. Steps that compile raise the mean far above the median."""
     time, verdict = summary["step_time_s"], (summary.get("bound") or {}).get("verdict")
     return bool(verdict == "launch-bound" and time["mean"] < COMPILED * time["median"])
+
+
+def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
+    """Return why the speed of a run is not valid (`contended run` or `diverged run`), or an empty string."""
+    from ftbench.store.steps import has_nan
+
+    if summary.get("contention", {}).get("contended"):
+        return "contended run"
+    suspect = has_nan(run.steps) or summary.get("learning", {}).get("state") == rundir.NOT_FINITE
+    if not suspect:
+        return ""
+    from ftbench.store.summary import read_summary  # rarely needed
+
+    return "diverged run" if read_summary(run)["state"] != "ok" else ""
 
 
 def is_steady(summary: dict[str, Any]) -> bool:
