@@ -356,7 +356,7 @@ WRONG = [
               ",".join(map(str, range(1, 400)))], 2, "split it"),
     ({}, [], ["--gpu-ids", "0,0"], 2, "--gpu-ids"),
     ({}, [], ["--gpu-ids", ","], 2, "--gpu-ids"),
-    ({"axes": {"train.batch_size": 4}}, [], [], 2, "list of values"),
+    ({"axes": {"train.batch_size": 4}}, [], [], 2, "4 must be a list"),
     ({"axis": {"train.batch_size": [4]}}, [], [], 2, "did you mean axes"),
     ({"axes": {"launch.mock": ["ok", "off"]}}, [], [], 2, "cannot mix mock runs and real runs"),
     ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--until-oom"], 3, "needs a GPU"),
