@@ -44,6 +44,8 @@ def loading(strategy, gpus, **shape):
         ("tp", {"num_key_value_heads": 4}, "3 GPUs cannot share the 4 key heads of a/b evenly: "),
         ("tp+fsdp", {"num_key_value_heads": 3}, "launch.tp: 2 GPUs cannot share the 3 key heads of a/b evenly"),
         ("ep", {"num_experts": 8}, "3 GPUs cannot share the 8 experts of a/b evenly: .* 2, 4, 8"),
+        ("ep", {"n_routed_experts": 8}, "3 GPUs cannot share the 8 experts of a/b evenly"),
+        ("ep", {"moe_num_experts": 8}, "3 GPUs cannot share the 8 experts of a/b evenly"),
         ("ep", {"num_hidden_layers": 2}, "ep needs experts and a/b has none: use fsdp or ddp"),
         ("cp", {"layer_types": ["full_attention", "sliding_attention"]}, "a/b has sliding_attention: use fsdp"),
         ("cp", {"sliding_window": 4096}, "a/b has a sliding window: use fsdp"),

@@ -429,6 +429,10 @@ def test_gate_of_gpt_oss_equals_transformers(expert_rows, dtype, with_bias):
     gates = module("kernels.clamped_gate")
     torch.manual_seed(0)
     both = (2 * torch.randn(20, 2100, dtype=dtype)).to(DEVICE).requires_grad_()
+    lost = both.detach().index_fill(0, torch.tensor(3, device=DEVICE), torch.nan)
+    assert (
+        gates.clamped_gate(lost, None, torch.zeros(20, dtype=torch.int64, device=DEVICE), 1.702, 2.0)[3].isnan().all()
+    )
     bias, dout = torch.randn(4, 2100, dtype=dtype).to(DEVICE), torch.randn(20, 1050, dtype=dtype).to(DEVICE)
     experts = torch.randint(0, 4, (20,)).sort().values.to(DEVICE)
     given = (bias if with_bias else None, experts, 1.702, 2.0)

@@ -40,7 +40,7 @@ def _clamped_gate_forward(
     """Write (u + 1) * g * sigmoid(ALPHA * g). g is gate, at most LIMIT. u is up, clamped to [-LIMIT, LIMIT]."""
     gate, up = _gate_and_up(both, bias, experts, columns, BIAS, BLOCK)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    g, u = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    g, u = tl.where(gate > LIMIT, LIMIT, gate), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     gated = (u + 1.0) * g * tl.sigmoid(ALPHA * g)
     to = out + tl.program_id(0).to(tl.int64) * columns + column
     tl.store(to, gated.to(out.dtype.element_ty), mask=column < columns)
@@ -56,10 +56,10 @@ def _clamped_gate_backward(
     gate, up = _gate_and_up(both, bias, experts, columns, BIAS, BLOCK)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     d = tl.load(dout + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
-    g, u = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    g, u = tl.where(gate > LIMIT, LIMIT, gate), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     s = tl.sigmoid(ALPHA * g)
-    dgate = tl.where(gate <= LIMIT, d * (u + 1.0) * s * (1.0 + ALPHA * g * (1.0 - s)), 0.0)
-    dup = tl.where(tl.abs(up) <= LIMIT, d * g * s, 0.0)
+    dgate = tl.where(gate > LIMIT, 0.0, d * (u + 1.0) * s * (1.0 + ALPHA * g * (1.0 - s)))
+    dup = tl.where(tl.abs(up) > LIMIT, 0.0, d * g * s)
     pair = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     values = tl.interleave(dgate, dup).to(dboth.dtype.element_ty)
     tl.store(dboth + row * 2 * columns + pair, values, mask=pair < 2 * columns)

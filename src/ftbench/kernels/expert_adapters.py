@@ -18,8 +18,7 @@ from transformers.integrations.moe import _grouped_mm
 from ftbench.kernels import expert_rows
 from ftbench.kernels.optional_triton import constexpr, jit, tensor, tl, triton
 
-ROWS, COLUMNS, MOST_RANK = 64, 128, 256  # per program; largest rank that the kernel supports
-SMALLEST_RANK = 16  # tl.dot needs at least 16 columns
+ROWS, COLUMNS, MOST_RANK = 64, 128, 256  # per program; largest rank (smaller ranks are padded to 16)
 DTYPES = (torch.bfloat16,)  # grouped products on a GPU need bfloat16
 
 
@@ -94,7 +93,7 @@ def add_products(
     grid = (triton.cdiv(columns, COLUMNS), triton.cdiv(len(base), ROWS))
     _add_products[grid](
         base, small, matrices, ends, given, out, len(base), columns, groups, *matrices.stride(), RANK=rank,
-        PADDED=max(SMALLEST_RANK, triton.next_power_of_2(rank)), GROUPS=triton.next_power_of_2(groups),
+        PADDED=max(16, triton.next_power_of_2(rank)), GROUPS=triton.next_power_of_2(groups),
         BIAS=bias is not None, ROWS=ROWS, COLUMNS=COLUMNS,
     )  # fmt: skip
     return out

@@ -45,14 +45,12 @@ class GroupedExperts:
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order), device=order.device)
         rows = dispatch(hidden_states, order, slots, router_indices.shape[1])
-        gated = self._gated(*self._product("gate_up_proj", rows, experts, ends), experts)
+        both, bias = self._product("gate_up_proj", rows, experts, ends)
+        gated = clamped_gate(both, bias, experts, self.alpha, self.limit) if self.is_clamped else None
+        if gated is None:
+            gated = self._apply_gate(both if bias is None else both + bias[experts])
         rows, bias = self._product("down_proj", gated, experts, ends)
         return combine(rows, routing_weights, order, slots, bias, experts).to(hidden_states.dtype)
-
-    def _gated(self, both: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor) -> torch.Tensor:
-        """Return the output of the gate. `bias` is added to its input `both` first."""
-        gated = clamped_gate(both, bias, experts, self.alpha, self.limit) if self.is_clamped else None
-        return self._apply_gate(both if bias is None else both + bias[experts]) if gated is None else gated
 
     def _product(
         self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor

@@ -144,6 +144,10 @@ def _stages(spec: Experiment) -> Iterator[str]:
         yield f"launch.split has {len(launch.split)} numbers for {launch.stages} stages: give one number per stage"
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of the number of experts
+DIVIDED = ("num_hidden_layers", "num_key_value_heads", "num_attention_heads", *EXPERTS)  # keys of division_problems
+
+
 def division_problems(model: Model, launch: Launch, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield an error message if the GPUs cannot share the layers, key heads or experts of a model. `config` is the
     configuration of the model, or empty if it is unknown."""
@@ -159,7 +163,7 @@ def division_problems(model: Model, launch: Launch, config: Mapping[str, Any]) -
     elif layers and launch.split and sum(launch.split) != layers:
         yield f"launch.split: its sum is {sum(launch.split)}, and {model.id} has {layers} layers: change it"
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
-    experts = text.get("num_experts") or text.get("num_local_experts")
+    experts = next(filter(None, map(text.get, EXPERTS)), None)
     if "ep" in parts and text and not experts:
         yield f"launch.strategy: ep needs experts and {model.id} has none: use fsdp or ddp"
     count, what = (heads, "key heads") if "tp" in parts else (experts, "experts") if "ep" in parts else (None, "")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.strategies import EXPERTS
 from ftbench.worker.device import device
 from ftbench.worker.model import vision
 
@@ -24,7 +25,6 @@ CONFIG = {
     "llm_int8_skip_modules": [HEAD],
 }
 SHARE = 0.27  # bytes in NF4 per byte in 16 bits: 4 bits and an 8-bit scale per 64 weights
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def suits(spec: Experiment, config: Any) -> bool:
@@ -33,7 +33,7 @@ def suits(spec: Experiment, config: Any) -> bool:
     method: Any = spec.method
     usual = (getattr(method, "quant_type", "nf4"), getattr(method, "double_quant", True)) == ("nf4", True)
     compute = getattr(method, "compute_dtype", "bfloat16") == spec.model.dtype == "bfloat16"
-    dense = not vision.reads_images(config) and not any(getattr(config, name, None) for name in _EXPERTS)
+    dense = not vision.reads_images(config) and not any(getattr(config, name, None) for name in EXPERTS)
     alone = spec.launch.gpus == 1 and spec.launch.framework == "trl" and not spec.optimizations.weight_offload
     return method.quantised and usual and compute and dense and alone
 

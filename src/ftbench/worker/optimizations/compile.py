@@ -47,10 +47,6 @@ def _compile(layer: Any, spec: Experiment, dynamic: bool | None) -> None:
         layer.compile(dynamic=dynamic)
 
 
-def _is_compiled(layer: Any) -> bool:
-    return layer._compiled_call_impl is not None or hasattr(layer.forward, "_torchdynamo_orig_callable")
-
-
 @lru_cache
 def _not_compiled(kind: Any) -> Any:
     """Return a subclass of `kind` with a forward pass that is not compiled. All layers share this subclass, because
@@ -94,7 +90,8 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     if not spec.optimizations.compile:
         return []
     layers = map(unwrapped, (*decoder_layers(model), *vision_layers(model)))
-    plain = [layer for layer in layers if not _is_compiled(layer)]
+    plain = [layer for layer in layers
+             if not (layer._compiled_call_impl or hasattr(layer.forward, "_torchdynamo_orig_callable"))]  # fmt: skip
     if plain:
         return [f"optimizations.compile is on and {len(plain)} {type(plain[0]).__name__} were not compiled"]
     return [] if graphs() else ["optimizations.compile is on and no graph was compiled in the first step"]

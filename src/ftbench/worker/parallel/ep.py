@@ -10,7 +10,7 @@ from transformers.distributed import DistributedConfig
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.strategies import division_problems
+from ftbench.spec.strategies import DIVIDED, division_problems
 from ftbench.worker.device import device
 from ftbench.worker.model.parts import base_model
 
@@ -24,7 +24,9 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
 
 def require_even(spec: Experiment, config: Any) -> None:
     """Raise SpecError if the ranks cannot share the layers, heads or experts of the model evenly."""
-    if problems := [*division_problems(spec.model, spec.launch, vars(config.get_text_config()))]:
+    text = config.get_text_config()
+    known = {name: getattr(text, name, None) for name in DIVIDED}  # gpt2, for example, has other names in its file
+    if problems := [*division_problems(spec.model, spec.launch, known)]:
         raise SpecError("; ".join(problems))
 
 
