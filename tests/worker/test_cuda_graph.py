@@ -198,7 +198,7 @@ def test_settings_incompatible_with_a_graph_are_errors(changes, said):
         ({"model": {"id": "tiny/qwen3-moe"}}, None),
         (
             {"model": {"id": "tiny/qwen3-moe"}, "method": {"name": "lora", "experts": True}},
-            "with adapters of experts, it needs much more memory",
+            "with adapters of experts, it needs more memory",
         ),
         ({"model": {"id": "tiny/gpt-oss"}}, None),
         ({"model": {"id": "tiny/qwen2.5-vl"}}, "was not tested with the layers of qwen2_5_vl"),

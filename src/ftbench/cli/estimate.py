@@ -28,6 +28,7 @@ from ftbench.cli.shared import (
     command,
     duration,
     emit,
+    gpu_count,
     of,
     write_result,
 )
@@ -58,7 +59,7 @@ def estimate(
     ] = None,
     hours: Annotated[float | None, of(INPUT, "length of a night in hours (default: 8)", min=0.001, max=10**6)] = None,
     gpus: Annotated[
-        int | None, of(CLUSTER, "number of GPUs (default: the spec's)", min=1, max=1024, metavar="N")
+        int | None, of(CLUSTER, "number of GPUs (default: the spec's)", parser=gpu_count, metavar="N")
     ] = None,
     strategy: Annotated[
         str | None,
@@ -114,7 +115,7 @@ def recommend(
         str | None, of(LIMITS, "samples per optimizer step, or any (default: the spec's)")
     ] = None,
     gpus: Annotated[
-        int | None, of(CLUSTER, "largest number of GPUs (default: the spec's)", min=1, max=1024, metavar="N")
+        int | None, of(CLUSTER, "largest number of GPUs (default: the spec's)", parser=gpu_count, metavar="N")
     ] = None,
     output: Output = None,
     force: Overwrite = False,

@@ -85,6 +85,13 @@ def _set_width(wide: bool) -> bool:
     return wide
 
 
+def gpu_count(text: str) -> int:
+    """Return the value of `--gpus` as an integer. Raise SpecError if it is not from 1 to 1024."""
+    if not text.isdecimal() or len(text) > 4 or not 1 <= int(text) <= 1024:
+        raise SpecError(f"--gpus {text}: must be a number from 1 to 1024, for example --gpus 2; --gpu names the card")
+    return int(text)
+
+
 def duration(text: str, others: str = "") -> float:
     """Convert a duration such as `8h`, `90m` or `1h30m` to seconds. The error for another text ends with `others`."""
     if (seconds := parse_seconds(text)) is None:

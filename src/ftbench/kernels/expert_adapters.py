@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers.integrations.moe import _grouped_mm
+from transformers.integrations.moe import _can_use_grouped_mm, _grouped_mm
 
 from ftbench.kernels import expert_rows
 from ftbench.kernels.optional_triton import constexpr, jit, tensor, tl, triton
@@ -138,7 +138,7 @@ def add_adapter(
     """Return product(rows) + (rows @ A) @ B + bias of each row's expert. The shapes are rows: (tokens, in), down (A):
     (experts, in, rank), up (B): (experts, rank, out), ends: (experts,), bias: (experts, out), without gradient. Return
     None if the kernel does not support the inputs."""
-    supported = rows.dtype in DTYPES and down.shape[-1] <= MOST_RANK
+    supported = rows.dtype in DTYPES and down.shape[-1] <= MOST_RANK and _can_use_grouped_mm(rows, down, ends)
     if not supported or not expert_rows.has_kernels(rows, bias):
         return None
     rows, small = _First.apply(rows, down, ends)

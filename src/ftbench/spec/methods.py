@@ -62,6 +62,10 @@ def decoder_family(model: Model) -> str | None:
     return kind
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of the number of experts
+DIVIDED = ("num_hidden_layers", "num_key_value_heads", "num_attention_heads", *EXPERTS)  # keys of division_problems
+
+
 def configuration(model: Model) -> Mapping[str, Any]:
     """Return a model's configuration from `model.path` or from the table of known models. Return {} if unknown."""
     if model.path:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftbench.spec.base import Capability, Experiment, Launch, Model
-from ftbench.spec.methods import GPT_OSS, configuration, family
+from ftbench.spec.methods import EXPERTS, GPT_OSS, configuration, family
 from ftbench.spec.optimizations import switched_on
 
 # Model families that pipeline parallelism supports, and optimizations that were tested with it.
@@ -144,10 +144,6 @@ def _stages(spec: Experiment) -> Iterator[str]:
         yield f"launch.split has {len(launch.split)} numbers for {launch.stages} stages: give one number per stage"
 
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of the number of experts
-DIVIDED = ("num_hidden_layers", "num_key_value_heads", "num_attention_heads", *EXPERTS)  # keys of division_problems
-
-
 def division_problems(model: Model, launch: Launch, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield an error message if the GPUs cannot share the layers, key heads or experts of a model. `config` is the
     configuration of the model, or empty if it is unknown."""
@@ -170,10 +166,8 @@ def division_problems(model: Model, launch: Launch, config: Mapping[str, Any]) -
     key, shares = ("launch.tp", launch.tp) if launch.tp else ("launch.gpus", launch.gpus)
     if count and count % shares:
         fitting = ", ".join(str(number) for number in range(2, count + 1) if count % number == 0)
-        yield (
-            f"{key}: {shares} GPUs cannot share the {count} {what} of {model.id} evenly: set it to one of "
-            f"{fitting or 1}, or use fsdp"
-        )
+        fix = f"set it to one of {fitting}, or use fsdp" if fitting else "use fsdp"
+        yield f"{key}: {shares} GPUs cannot share the {count} {what} of {model.id} evenly: {fix}"
 
 
 _STAGES = "each GPU holds some of the layers; micro-batches pass from one GPU to the next (torch)"

@@ -41,7 +41,11 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> tuple[Se
         SpecError: the two sides have no spec and GPU in common."""
     now, then = _cells(new, "new"), _cells([record | {"number": None} for record in old], "earlier")
     earlier = grouped_by(then, lambda cell: identity(cell.runs[0]))
-    both = [(cell, _nearest(cell, same)) for cell in now if (same := earlier.get(identity(cell.runs[0])))]
+    both = []
+    for cell in now:
+        if same := earlier.get(identity(cell.runs[0])):  # the most similar cell: first by tokens, then by power limit
+            likeness = [[each.facts.get(key) == cell.facts.get(key) for key in (DATA, LIMIT, CARD)] for each in same]
+            both.append((cell, same[likeness.index(max(likeness))]))
     if not both:
         raise SpecError("--against: the earlier and the new runs have no spec and GPU in common: compare other folders")
     noise = noise_of([*now, *then])
@@ -67,11 +71,6 @@ def _cells(records: Sequence[Record], side: str) -> list[Cell]:
 
 def _ids(cell: Cell) -> str:
     return " ".join(run.run_id for run in cell.runs)
-
-
-def _nearest(cell: Cell, candidates: Sequence[Cell]) -> Cell:
-    """Return the candidate that is most similar to `cell`: first by tokens, then by power limit, then by card."""
-    return max(candidates, key=lambda other: [other.facts.get(k) == cell.facts.get(k) for k in (DATA, LIMIT, CARD)])
 
 
 def _regressed(pair: Pair, limit: float) -> list[str]:

@@ -82,17 +82,16 @@ def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None
     records = [record for cell in cells for record in _records(cell, prices, hours)]
     amounts = {"1 h": "per_hour", "1k samples": "per_1k_samples", "1M tokens": "per_1m_real_tokens",
                f"{hours:g} h": "per_night"}  # fmt: skip
-    columns = {"way": formatted("way")} | {heading: _amount(name) for heading, name in amounts.items()}
+    columns = {"way": formatted("way")} | {
+        heading: lambda record, name=name: units.money(record[name], record["currency"])
+        for heading, name in amounts.items()
+    }
     cheapest = _cheapest([record for cell in cells if cell.measured for record in _records(cell, prices, hours)])
     words = ("All GPUs of a run at its steady speed. Tokens are real tokens; samples are real tokens divided by the "
              "mean length of the data.", *cheapest)  # fmt: skip
     notes = _notes(cells, prices, records)
     known = section("cost", "Cost", records, columns, words, text=("way",), notes=notes)
     return known or (Section("cost", "Cost", paragraphs=notes) if notes else None)
-
-
-def _amount(name: str) -> Callable[[Record], str]:
-    return lambda record: units.money(record[name], record["currency"])
 
 
 def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any]]:

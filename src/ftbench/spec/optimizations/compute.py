@@ -129,7 +129,7 @@ def graph_left_out(spec: Experiment, capability: Capability) -> str | None:
     if (kind := family(spec.model)) not in GRAPH_FAMILIES:
         why.append(f"it was not tested with the layers of {kind or spec.model.id}")
     if getattr(spec.method, "experts", False):
-        why.append("with adapters of experts, it needs much more memory and saves little time")
+        why.append("with adapters of experts, it needs more memory")
     if spec.measure.profile == "on":
         why.append("a profile shows separate launches")
     return "; ".join(why) or None

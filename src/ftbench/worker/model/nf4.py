@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.strategies import EXPERTS
+from ftbench.spec.methods import EXPERTS
 from ftbench.worker.device import device
 from ftbench.worker.model import vision
 

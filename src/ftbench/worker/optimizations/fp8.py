@@ -144,7 +144,7 @@ def apply(model: Any, spec: Experiment) -> None:
     for names in groups.values():  # names, because references to modules would keep all 16-bit weights in memory
         largest = torch.stack([model.get_submodule(name).weight.abs().amax() for name in names]).amax()
         for name in names:
-            _replace(model, name, Fp8Linear(model.get_submodule(name), recipe, largest))
+            model.set_submodule(name, Fp8Linear(model.get_submodule(name), recipe, largest))
     if recipe == DELAYED:
         _keep_maxima(model)
 
@@ -159,11 +159,6 @@ def _keep_maxima(model: Any) -> None:
         layer.maxima = layer_maxima
     base_model(model).register_forward_pre_hook(maxima.next_pass)
     base_model(model).register_forward_hook(maxima.end_pass)
-
-
-def _replace(model: Any, name: str, module: torch.nn.Module) -> None:
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, module)
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from transformers.distributed import DistributedConfig
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.strategies import DIVIDED, division_problems
+from ftbench.spec.methods import DIVIDED
+from ftbench.spec.strategies import division_problems
 from ftbench.worker.device import device
 from ftbench.worker.model.parts import base_model
 
