@@ -133,7 +133,7 @@ def test_a_free_gpu_with_default_settings_is_ok():
         ("GPU", machine(gpu={"mig": True}), "warn", "MIG"),
         ("memory", machine(kernel="5.15.167-microsoft-standard-WSL2"), "warn", "Prefer No Sysmem Fallback"),
         ("other processes", machine(gpu={"foreign_processes": 2}), "warn", "2 other processes"),
-        ("other processes", machine(gpu={"memory_used_before_gb": 8.0}), "warn", "8.0 GiB in use"),
+        ("other processes", machine(gpu={"memory_used_before_gb": 8.0}), "warn", "8.0 GiB in use: stop"),
         ("other processes", machine(gpu={"foreign_processes": None, "memory_used_before_gb": None}), "n/a", "report"),
     ],
 )  # fmt: skip

@@ -257,6 +257,13 @@ def test_the_page_on_profiles_states_the_power_limit_the_clocks_and_the_effects_
     device, speed = ([median(each, *key) for each in (new, old)]
                      for key in (("memory_gb", "device_peak"), ("tokens_per_s", "real")))  # fmt: skip
     assert f"{device[0]:.2f} instead of {device[1]:.2f} GiB, but {speed[0]:,.0f} instead of {speed[1]:,.0f} tok" in page
+    left = [
+        read_json(path)
+        for path in (results / "records").glob("2026-11-28T2206*/.left-out/smallest-full/*/summary.json")
+    ]
+    speeds = sorted(round(each["tokens_per_s"]["real"]) for each in left)
+    assert {f"{each['memory_gb']['device_peak']:.2f}" for each in left} == {"5.32"}
+    assert f"{speeds[0]:,} to {speeds[-1]:,} tokens/s and 5.32 GiB. These three runs were left out" in page
     new, newer, small = (next((results / "records").glob(f"2026-11-28T{at}*")) for at in ("2001", "2253", "2222"))
     oss = "2026-11-28T1402-ac0616f3-84608fb2"
     tokens, images = ("tokens_per_s", "real"), ("images_per_s", "images")

@@ -1,8 +1,8 @@
 """Compute the gate of gpt-oss's experts with Triton kernels.
 
 A pass reads or writes the gate's inputs (rows, 2 * inner) once. The forward kernel needs 1.5 passes and the backward
-kernel needs 2.5 passes. Both add the bias of the row's expert. torch.compile needs about 5.5 passes more: it also
-writes the inputs with the bias, and it computes the gradients of gate and up in two kernels.
+kernel needs 2.5 passes. Both add the bias of the row's expert. torch.compile needs more passes: it also writes the
+inputs with the bias, and it computes the gradients of gate and up in two kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ftbench.kernels import expert_rows
 from ftbench.kernels.optional_triton import constexpr, jit, tensor, tl, triton
 
 BLOCK = 1024  # columns of the output per program
@@ -58,8 +57,8 @@ def _clamped_gate_backward(
     d = tl.load(dout + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
     g, u = tl.where(gate > LIMIT, LIMIT, gate), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     s = tl.sigmoid(ALPHA * g)
-    dgate = tl.where(gate > LIMIT, 0.0, d * (u + 1.0) * s * (1.0 + ALPHA * g * (1.0 - s)))
-    dup = tl.where(tl.abs(up) > LIMIT, 0.0, d * g * s)
+    dgate = tl.where(gate <= LIMIT, d * (u + 1.0) * s * (1.0 + ALPHA * g * (1.0 - s)), 0.0)
+    dup = tl.where(tl.abs(up) <= LIMIT, d * g * s, 0.0)
     pair = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     values = tl.interleave(dgate, dup).to(dboth.dtype.element_ty)
     tl.store(dboth + row * 2 * columns + pair, values, mask=pair < 2 * columns)
@@ -112,10 +111,7 @@ class _ClampedGate(torch.autograd.Function):
 
 def clamped_gate(
     both: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor, alpha: float, limit: float
-) -> torch.Tensor | None:
-    """Return `gate_forward` of the arguments, with a gradient for `both`. Return None if the kernels do not support
-    them: on a CPU, and if the bias is trained."""
-    if not expert_rows.has_kernels(both, bias):
-        return None
+) -> torch.Tensor:
+    """Return `gate_forward` of the arguments, with a gradient for `both`, but not for the bias."""
     result: torch.Tensor = _ClampedGate.apply(both, bias, experts, alpha, limit)
     return result

@@ -18,7 +18,7 @@ from transformers.integrations.moe import _can_use_grouped_mm, _grouped_mm
 from ftbench.kernels import expert_rows
 from ftbench.kernels.optional_triton import constexpr, jit, tensor, tl, triton
 
-ROWS, COLUMNS, MOST_RANK = 64, 128, 256  # per program; largest rank (smaller ranks are padded to 16)
+ROWS, COLUMNS, MAX_RANK = 64, 128, 256  # rows and columns per program; tl.dot needs rank 16, so it is padded
 DTYPES = (torch.bfloat16,)  # grouped products on a GPU need bfloat16
 
 
@@ -102,7 +102,7 @@ def add_products(
 add_products.register_fake(lambda base, *_: torch.empty_like(base, memory_format=torch.contiguous_format))
 
 
-class _First(torch.autograd.Function):
+class _LoraA(torch.autograd.Function):
     """Return x and x A, where A is the matrix of each row's group. The backward pass adds both gradients of x."""
 
     @staticmethod
@@ -117,7 +117,7 @@ class _First(torch.autograd.Function):
         return whole, _sums(rows, dsmall.contiguous(), ends), None
 
 
-class _Second(torch.autograd.Function):
+class _LoraB(torch.autograd.Function):
     """Return base + small @ B + bias, where B and bias are those of each row's group."""
 
     @staticmethod
@@ -138,9 +138,9 @@ def add_adapter(
     """Return product(rows) + (rows @ A) @ B + bias of each row's expert. The shapes are rows: (tokens, in), down (A):
     (experts, in, rank), up (B): (experts, rank, out), ends: (experts,), bias: (experts, out), without gradient. Return
     None if the kernel does not support the inputs."""
-    supported = rows.dtype in DTYPES and down.shape[-1] <= MOST_RANK and _can_use_grouped_mm(rows, down, ends)
+    supported = rows.dtype in DTYPES and down.shape[-1] <= MAX_RANK and _can_use_grouped_mm(rows, down, ends)
     if not supported or not expert_rows.has_kernels(rows, bias):
         return None
-    rows, small = _First.apply(rows, down, ends)
-    result: torch.Tensor = _Second.apply(product(rows), small, up, ends, bias)
+    rows, small = _LoraA.apply(rows, down, ends)
+    result: torch.Tensor = _LoraB.apply(product(rows), small, up, ends, bias)
     return result

@@ -13,9 +13,9 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from ftbench.kernels import expert_rows
 from ftbench.kernels.clamped_gate import clamped_gate
 from ftbench.kernels.expert_adapters import add_adapter, grouped, in_rows
-from ftbench.kernels.expert_rows import combine, dispatch
 
 ALIGNED = 8  # the rank is padded to a multiple of 8: grouped products need rows of a multiple of 16 bytes
 
@@ -44,19 +44,20 @@ class GroupedExperts:
         ends = torch.searchsorted(experts, numbers, right=True).to(torch.int32)
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order), device=order.device)
-        rows = dispatch(hidden_states, order, slots, router_indices.shape[1])
+        rows = expert_rows.dispatch(hidden_states, order, slots, router_indices.shape[1])
         both, bias = self._product("gate_up_proj", rows, experts, ends)
-        gated = clamped_gate(both, bias, experts, self.alpha, self.limit) if self.is_clamped else None
-        if gated is None:
+        if self.is_clamped and expert_rows.has_kernels(both, bias):
+            gated = clamped_gate(both, bias, experts, self.alpha, self.limit)
+        else:
             gated = self._apply_gate(both if bias is None else both + bias[experts])
         rows, bias = self._product("down_proj", gated, experts, ends)
-        return combine(rows, routing_weights, order, slots, bias, experts).to(hidden_states.dtype)
+        return expert_rows.combine(rows, routing_weights, order, slots, bias, experts).to(hidden_states.dtype)
 
     def _product(
         self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the product of each row with the matrix `name` of its expert, with the adapter, and the bias of all
-        experts that must still be added (None if there is no bias, or if it is already added)."""
+        """Return two tensors. The first is the product of each row with the matrix `name` of its expert, including the
+        adapter. The second is the bias (experts, out) that the caller must add, or None if nothing must be added."""
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
         dtype = (getattr(self, name) if bias is None else bias).dtype
         rows = rows.to(dtype)

@@ -263,6 +263,8 @@ def _expected(problem: Any) -> list[str]:
     if kind == "value_error":
         return [str(context["error"])]
     type_, _, problem_kind = kind.partition("_")
+    if kind in ("list_type", "tuple_type"):
+        return ["be a list of values: [a, b]"]
     if type_ in _TYPES and problem_kind in ("parsing", "type", "from_float"):
         return [_TYPES[type_]]
     return [problem["msg"].rpartition(" should ")[2]]

@@ -71,8 +71,8 @@ def is_free(gpu: dict[str, Any]) -> bool:
 
 def usage(gpu: dict[str, Any]) -> str:
     """Return how other programs used a GPU before the run: `8.0 GiB in use, 1 other process`."""
-    used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes") or 0
-    return f"{used:.1f} GiB in use, {some(others, 'other process')}"
+    used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes")
+    return f"{used:.1f} GiB in use" + (f", {some(others, 'other process')}" if others else "")
 
 
 def _describe(slow: Sequence[dict[str, Any]]) -> str:
