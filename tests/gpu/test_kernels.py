@@ -12,8 +12,9 @@ import pytest
 
 from tritons import DEVICE, module, torch
 
-adamw, adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu = (
-    module(f"kernels.{name}") for name in ("adamw", "adapted_swiglu", "delayed_cast", "rms_norm", "rotary", "swiglu")
+adamw, adapted_swiglu, delayed_cast, rms_norm, rotary, sink_attention, swiglu = (
+    module(f"kernels.{name}")
+    for name in ("adamw", "adapted_swiglu", "delayed_cast", "rms_norm", "rotary", "sink_attention", "swiglu")
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
@@ -322,3 +323,32 @@ def test_a_step_below_half_a_bit_moves_weights_by_as_much_on_average(seed):
     for moved, expected in ((1 - weight.double(), step), (moments[1].double() - 0.5, 0.0005)):
         share = expected / apart
         assert abs(moved.mean().item() - expected) <= 5 * apart * (share * (1 - share) / n) ** 0.5
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="flash attention and cuDNN need a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_with_sinks(compiled):
+    """Samples of one length, by boundaries with flash attention and as a batch with cuDNN."""
+    samples, tokens, heads, groups, width, scale = 3, 320, 8, 2, 64, 0.125
+    bounds = torch.arange(0, samples * tokens + 1, tokens, device=DEVICE, dtype=torch.int32)
+
+    def by_boundaries(query, key, value, sinks):
+        parts = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]
+        out = sink_attention.SinkAttention.apply(*parts, sinks, bounds, tokens, scale, -1)
+        return (out.unflatten(0, (samples, tokens)).transpose(1, 2),)
+
+    def as_a_batch(query, key, value, sinks):
+        return (sink_attention.EqualSinkAttention.apply(query, key, value, sinks, scale),)
+
+    def plain(query, key, value, sinks):
+        key, value = (part.repeat_interleave(heads // groups, 1) for part in (key, value))
+        hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=DEVICE).triu(1)
+        logits = (query @ key.mT * scale).masked_fill(hidden, -torch.inf)
+        with_sinks = torch.cat([logits, sinks[:, None, None].expand(samples, heads, tokens, 1)], -1)
+        return (with_sinks.softmax(-1)[..., :-1] @ value,)
+
+    shapes = ((samples, heads, tokens, width), *((samples, groups, tokens, width),) * 2)
+    for ours in (by_boundaries, as_a_batch):
+        torch.manual_seed(1)
+        given = [drawn(*(shape[i] for i in (0, 2, 1, 3))).transpose(1, 2) for shape in shapes]
+        check(torch.compile(ours) if compiled else ours, plain, *given, drawn(heads), dtype=torch.bfloat16)

@@ -1,5 +1,5 @@
 """Attention with sinks, from a kernel without sinks: values and gradients equal those of transformers' gpt-oss in
-float64. A plain stand-in replaces flash attention."""
+float64. Plain stand-ins replace flash attention and cuDNN."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from ftbench.errors import SpecError
 from ftbench.kernels import sink_attention
-from ftbench.kernels.sink_attention import SinkAttention
+from ftbench.kernels.sink_attention import EqualSinkAttention, SinkAttention
 from ftbench.worker.optimizations import attention
 
 LENGTHS = (5, 1, 11)
@@ -68,6 +68,30 @@ def flash(monkeypatch):
     monkeypatch.setattr(sink_attention, "BACKWARD", backward)
 
 
+def of_one_length(query, key, scale):
+    logits = torch.einsum("shqw,shkw->shqk", query, key.repeat_interleave(HEADS // GROUPS, 1)) * scale
+    return logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+
+
+def cudnn_forward(query, key, value, bias, logarithms, dropout, causal, debug, *, scale):
+    assert logarithms
+    assert causal
+    logits = of_one_length(query, key, scale)
+    out = logits.softmax(-1) @ value.repeat_interleave(HEADS // GROUPS, 1)
+    seed, offset = torch.tensor(3), torch.tensor(4)
+    return out, logits.logsumexp(-1, keepdim=True), None, None, query.shape[2], key.shape[2], seed, offset, None
+
+
+def cudnn_backward(dout, query, key, value, out, logsum, seed, offset, bias, b, _b, longest, _l, dropout, causal,
+                   *, scale):  # fmt: skip
+    assert (seed, offset, longest, logsum.shape) == (3, 4, query.shape[2], (*query.shape[:3], 1))
+    probabilities = (of_one_length(query, key, scale) - logsum).exp()
+    spread_key, spread_value = (part.repeat_interleave(HEADS // GROUPS, 1) for part in (key, value))
+    inner = probabilities * (dout @ spread_value.mT - (dout * out).sum(-1, keepdim=True)) * scale
+    together = (part.unflatten(1, (GROUPS, -1)).sum(2) for part in (inner.mT @ query, probabilities.mT @ dout))
+    return inner @ spread_key, *together
+
+
 def drawn() -> list[torch.Tensor]:
     torch.manual_seed(0)
     shapes = ((TOKENS, HEADS, WIDTH), (TOKENS, GROUPS, WIDTH), (TOKENS, GROUPS, WIDTH), (HEADS,))
@@ -88,6 +112,35 @@ def test_values_and_gradients_are_those_of_gpt_oss(flash, window):
     torch.testing.assert_close(out, expected)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("window", [None, 9, 6])
+def test_samples_of_one_length_are_computed_as_a_batch(flash, monkeypatch, window):
+    """2 samples of 8 tokens: values and gradients are the same with cuDNN as with flash attention. A window of 9 tokens
+    hides nothing, but cuDNN's kernels do not support one of 6."""
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(1)
+        return cudnn_forward(*args, **options)
+
+    monkeypatch.setattr(sink_attention, "CUDNN_FORWARD", counted)
+    monkeypatch.setattr(sink_attention, "CUDNN_BACKWARD", cudnn_backward)
+    monkeypatch.setattr("test_sink_attention.LENGTHS", (8, 8))
+    monkeypatch.setattr("test_sink_attention.TOKENS", 16)
+    ours, theirs = drawn(), drawn()
+    given = {"cu_seq_lens_q": torch.tensor([0, 8, 16], dtype=torch.int32), "max_length_q": 8, "scaling": 0.3}
+    for cudnn, parts in ((True, ours), (False, theirs)):
+        varlen = attention.attention(lambda *args, is_causal: None, cudnn)
+        rows = [part.transpose(0, 1)[None] for part in parts[:3]]
+        out = varlen(None, *rows, None, s_aux=parts[3], sliding_window=window, **given)[0]
+        torch.manual_seed(1)
+        out.backward(torch.randn(out.shape, dtype=out.dtype))
+        parts.append(out)
+    assert len(calls) == (window != 6)
+    torch.testing.assert_close(ours[4], theirs[4])
+    for one, other in zip(ours[:4], theirs[:4], strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_frozen_sinks_are_asked_for_no_gradient(flash):
@@ -116,6 +169,11 @@ def test_torchs_kernels_take_what_they_are_given():
     bounds = torch.empty(4, dtype=torch.int32, device="meta")
     sinks = torch.empty(HEADS, dtype=torch.bfloat16, device="meta")
     out = SinkAttention.apply(query.requires_grad_(), key, key, sinks, bounds, 11, 0.3, 127)
+    out.sum().backward()
+    assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
+    assert query.grad.shape == query.shape
+    query = torch.empty(2, HEADS, TOKENS, 64, dtype=torch.bfloat16, device="meta")
+    out = EqualSinkAttention.apply(query.requires_grad_(), query[:, :GROUPS], query[:, :GROUPS], sinks, 0.3)
     out.sum().backward()
     assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
     assert query.grad.shape == query.shape

@@ -1,11 +1,11 @@
-"""Compute causal attention within each sample of a row, with the attention sinks of gpt-oss. A sink is a trained number
-per head. The softmax treats a sink as one more logit without a value vector.
+"""Compute causal attention within each sample, with the attention sinks of gpt-oss. A sink is a trained number per
+head. The softmax treats a sink as one more logit without a value vector.
 
-Flash attention does not support sinks, but its results can be corrected. For each query and head, let
+The attention kernels of torch do not support sinks, but their results can be corrected. For each query and head, let
 L = log(sum(exp(logits))) and L' = log(exp(L) + exp(sink)). Then output with sinks = exp(L - L') * output without sinks.
-Flash attention's backward kernel reads L and the output. ftbench passes L' and the output with sinks instead, and gets
-the gradients with sinks. The gradient of a sink is the sum over all queries of -exp(sink - L') * dot(output, gradient
-of the output). These corrections read the output twice more.
+The backward kernels read L and the output. ftbench passes L' and the output with sinks instead, and gets the gradients
+with sinks. The gradient of a sink is the sum over all queries of -exp(sink - L') * dot(output, gradient of the output).
+These corrections read the output twice more.
 """
 
 from typing import Any
@@ -14,6 +14,20 @@ import torch
 
 FORWARD = torch.ops.aten._flash_attention_forward
 BACKWARD = torch.ops.aten._flash_attention_backward
+CUDNN_FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention
+CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+
+def _with_sinks(out: torch.Tensor, alone: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output with sinks (..., heads, tokens, head_dim) and L' (..., heads, tokens) from those without."""
+    whole = torch.logaddexp(alone, sinks.to(alone.dtype)[:, None])
+    return (out * (alone - whole).exp()[..., None]).to(out.dtype), whole
+
+
+def _of_sinks(sinks: torch.Tensor, out: torch.Tensor, dout: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the sinks (heads,)."""
+    taken = (dout * out).sum(-1, dtype=whole.dtype)
+    return -((sinks[:, None] - whole).exp() * taken).sum(-1).reshape(-1, len(sinks)).sum(0).to(sinks.dtype)
 
 
 class SinkAttention(torch.autograd.Function):
@@ -29,8 +43,8 @@ class SinkAttention(torch.autograd.Function):
         ctx.samples = (longest, longest, 0.0, True)
         ctx.options = {"scale": scale, "window_size_left": window, "window_size_right": 0}
         out, alone, seed, unused, _ = FORWARD(query, key, value, bounds, bounds, *ctx.samples, False, **ctx.options)
-        whole = torch.logaddexp(alone, sinks.to(alone.dtype)[:, None])  # (heads, tokens)
-        out = (out * (alone - whole).exp().t()[..., None]).to(query.dtype)
+        out, whole = _with_sinks(out.transpose(0, 1), alone, sinks)
+        out = out.transpose(0, 1)
         ctx.save_for_backward(query, key, value, out, whole, bounds, sinks, seed, unused)
         return out
 
@@ -41,6 +55,28 @@ class SinkAttention(torch.autograd.Function):
         grads = BACKWARD(dout, query, key, value, out, whole, *samples, seed, unused, **ctx.options)
         of_sinks = None
         if ctx.needs_input_grad[3]:
-            taken = (dout * out).sum(-1, dtype=whole.dtype).t()
-            of_sinks = -((sinks[:, None] - whole).exp() * taken).sum(1).to(sinks.dtype)
+            of_sinks = _of_sinks(sinks, out.transpose(0, 1), dout.transpose(0, 1), whole)
         return *grads, of_sinks, None, None, None, None
+
+
+class EqualSinkAttention(torch.autograd.Function):
+    """Return the same for samples of one length, without a window. cuDNN's kernels are faster than flash attention
+    here. Query and result are (samples, heads, tokens, head_dim). Key and value have kv_heads instead of heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        out, alone, *others = CUDNN_FORWARD(query, key, value, None, True, 0.0, True, False, scale=scale)
+        out, whole = _with_sinks(out, alone.reshape(out.shape[:-1]), sinks)
+        ctx.scale = scale
+        ctx.save_for_backward(query, key, value, out, whole, sinks, *others[4:6])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, out, whole, sinks, seed, offset = ctx.saved_tensors
+        lengths = (None, None, query.shape[2], key.shape[2])
+        given = (query, key, value, out, whole[..., None], seed, offset, None, *lengths, 0.0, True)
+        grads = CUDNN_BACKWARD(gradients[0], *given, scale=ctx.scale)
+        return *grads, _of_sinks(sinks, out, gradients[0], whole) if ctx.needs_input_grad[3] else None, None

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from ftbench.errors import SpecError
-from ftbench.kernels.sink_attention import SinkAttention
+from ftbench.kernels.sink_attention import EqualSinkAttention, SinkAttention
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.optimizations.compute import MEASURED
 
 VARLEN = "varlen"
 
@@ -21,12 +22,14 @@ def register() -> None:
 
     # cu_seq_lens contains the sample boundaries, so no mask is needed. Because no mask function is registered,
     # transformers makes no mask. The CPU would have to wait for the device to make a mask.
-    AttentionInterface.register(VARLEN, attention(varlen_attn))
+    cudnn = torch.cuda.is_available() and torch.cuda.get_device_capability() == MEASURED
+    AttentionInterface.register(VARLEN, attention(varlen_attn, cudnn))
 
 
-def attention(kernel: Any) -> Any:
-    """Return an attention function for transformers that calls `kernel` (torch's varlen_attn). The kernel's parameters
-    depend on the torch version. Read their names here, because compiled code cannot read them."""
+def attention(kernel: Any, cudnn: bool = False) -> Any:
+    """Return an attention function for transformers that calls `kernel` (torch's varlen_attn). If `cudnn`, it computes
+    sinks with cuDNN where possible. The kernel's parameters depend on the torch version. Read their names here, because
+    compiled code cannot read them."""
     takes = frozenset(inspect.signature(kernel).parameters)
 
     def varlen(
@@ -42,14 +45,14 @@ def attention(kernel: Any) -> Any:
         for name, feature in (("softcap", "softcapping"), ("dropout", "the model's attention dropout")):
             if kwargs.get(name):
                 raise SpecError(f"optimizations.attention varlen does not support {feature}: use sdpa or eager")
-        if (sinks := kwargs.get("s_aux")) is not None:
+        samples, sinks = cu_seq_lens_q.shape[0] - 1, kwargs.get("s_aux")
+        whole = samples * max_length_q == query.shape[2]  # all samples have the maximum length
+        if whole and not (sliding_window and sliding_window < max_length_q) and (cudnn or sinks is None):
+            return _by_rows(samples, query, key, value, sinks, scaling), None
+        if sinks is not None:
             window = sliding_window - 1 if sliding_window else -1
             given = (sinks, cu_seq_lens_q, max_length_q, scaling, window)
             return SinkAttention.apply(*_rows(query, key, value), *given)[None].to(query.dtype), None
-        samples = cu_seq_lens_q.shape[0] - 1
-        whole = samples * max_length_q == query.shape[2]  # all samples have the maximum length
-        if whole and not (sliding_window and sliding_window < max_length_q):
-            return _by_rows(samples, query, key, value, scaling), None
         options: dict[str, Any] = {}
         if "window_size" in takes:
             options["window_size"] = (sliding_window - 1 if sliding_window else -1, 0)
@@ -73,17 +76,27 @@ def attention(kernel: Any) -> Any:
     return varlen
 
 
+def _half(*parts: torch.Tensor) -> list[torch.Tensor]:
+    """Convert float32 to bfloat16."""
+    return [part.to(torch.bfloat16) if part.dtype == torch.float32 else part for part in parts]
+
+
 def _rows(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """Return each tensor (1, heads, tokens, head_dim) as (tokens, heads, head_dim). Convert float32 to bfloat16."""
-    half = (part.to(torch.bfloat16) if part.dtype == torch.float32 else part for part in parts)
-    return [part.squeeze(0).transpose(0, 1) for part in half]  # unlike squeeze, part[0] would copy the gradient
+    """Return each tensor (1, heads, tokens, head_dim) as (tokens, heads, head_dim), in 16 bits."""
+    # unlike squeeze, part[0] would copy the gradient
+    return [part.squeeze(0).transpose(0, 1) for part in _half(*parts)]
 
 
 def _by_rows(
-    samples: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    samples: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, scaling: float | None
 ) -> torch.Tensor:
+    """Return the attention of `samples` samples of one length."""
     q, k, v = (part.squeeze(0).unflatten(1, (samples, -1)).transpose(0, 1) for part in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    if sinks is not None:
+        out = EqualSinkAttention.apply(*_half(q, k, v), sinks, scaling).to(query.dtype)
+    else:
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
     return out.transpose(1, 2).reshape(1, query.shape[2], query.shape[1], -1)
 
 
