@@ -2,9 +2,10 @@
 
 A pass reads or writes the 16-bit tensor once. This cast needs 1.5 passes: it reads the values once and writes them in 8
 bits (half a pass). A cast that first finds the current maximum needs 2.5 passes, because it reads the values twice. The
-scale leaves room for values up to twice the previous maximum. Larger values are clamped. The kernel is always launched
-twice, so the host does not wait for a result. In the first step, the first launch finds the maximum, and the second
-launch casts with this maximum. In later steps, the second launch returns immediately.
+scale leaves room for inputs up to twice the previous maximum, and for gradients (8 bits with a wider range) up to 16
+times. Larger values are clamped. The kernel is always launched twice, so the host does not wait for a result. In the
+first step, the first launch finds the maximum, and the second launch casts with this maximum. In later steps, the
+second launch returns immediately.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 BLOCK, PROGRAMS = 4096, 1056  # few programs, because each ends with an atomic operation on one number
-ROOM = constexpr(2.0)
+ROOM, GRADIENT_ROOM = constexpr(2.0), constexpr(16.0)
+INPUT_LIMIT = constexpr(448.0)  # largest float8_e4m3fn. Gradients are float8_e5m2, with a limit of 57,344
 SMALLEST = constexpr(1e-12)
 
 
 @triton.jit
 def scale_to(known: tensor, seen: tensor, LIMIT: constexpr) -> tensor:
-    """Return the scale of the cast: LIMIT / (ROOM * known). `known` is the maximum magnitude in the previous step. If
+    """Return the scale of the cast: LIMIT / (room * known). `known` is the maximum magnitude in the previous step. If
     it is 0 (first step), return LIMIT / maximum. `seen` points to the maximum of the current step."""
-    largest = tl.where(known > 0, known * ROOM, tl.load(seen))
+    room: constexpr = GRADIENT_ROOM if LIMIT > INPUT_LIMIT else ROOM
+    largest = tl.where(known > 0, known * room, tl.load(seen))
     return LIMIT / tl.maximum(largest, SMALLEST)
 
 
