@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,11 @@ def test_the_page_on_verdicts_states_the_check_that_fastest_vision_fp8_failed():
     assert f"`fastest-vision-fp8` failed one of {len(checks):,} checks" in text
     percents = f"{100 * failed.number:.1f} % smaller than in the reference (limit {100 * failed.limit:.1f} %)"
     assert f"the weight change of one matrix was {percents}" in text
+    changes = [[row[3:] for row in each["tensors"] if row[:2] == ["trained", "steps"]]
+               for each in (record, *yardsticks(spec, runs))]  # fmt: skip
+    assert {f"{statistics.mean(row[0] for row in each):.2f}" for each in changes} == {"0.13"}
+    norms = " and ".join(f"{100 * statistics.mean(row[1] ** 2 for row in each) ** 0.5:.2f} %" for each in changes)
+    assert f"root mean square of the norm errors is {norms}" in text
 
 
 @pytest.mark.parametrize(("factor", "state"), [(0.0, "pass"), (0.02, "fail"), (-0.03, "fail")])

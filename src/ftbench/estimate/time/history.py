@@ -185,11 +185,12 @@ def is_outdated(run: RunDir, spec: Experiment) -> bool:
 def timed_runs(
     paths: Iterable[Path], wanted: Callable[[dict[str, Any]], bool] = lambda summary: True
 ) -> list[TimedRun]:
-    """Return the usable runs in `paths`, without duplicates. `wanted` selects runs by their summary."""
+    """Return the usable runs in `paths`: of runs with the same name and id, the last. `wanted` selects runs by their
+    summary."""
     by_id: dict[str, TimedRun] = {}
     for run in (run for path in paths for run in rundir.find_runs(path)):
         if (timed := timed_run(run, wanted)) is not None:
-            by_id.setdefault(timed.run_id, timed)
+            by_id[timed.run_id] = timed
     return list(by_id.values())
 
 
