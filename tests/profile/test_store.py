@@ -7,7 +7,7 @@ from gpu_traces import training
 from ftbench.core.rows import StepRow
 from ftbench.errors import MissingError
 from ftbench.launch import outcome
-from ftbench.profile import files
+from ftbench.profile import analyse
 from ftbench.profile.profile_table import run_text
 from ftbench.profile.trace import TraceError
 from ftbench.store import rundir
@@ -29,7 +29,7 @@ def run(tmp_path):
 
 
 def test_finish_writes_the_profile(run):
-    files.finish(run)
+    analyse.finish(run)
     assert {path.name for path in run.profile.iterdir()} == {"kernels.json", "trace.json.gz", "window.json"}
     found = rundir.read_json(run.profile / rundir.KERNELS)
     assert found["step_ms"]["before"] == pytest.approx(0.5)
@@ -38,7 +38,7 @@ def test_finish_writes_the_profile(run):
 
 def test_run_without_a_trace_is_unchanged(run):
     (run.profile / "trace.json.gz").unlink()
-    files.finish(run)
+    analyse.finish(run)
     assert {path.name for path in run.profile.iterdir()} == {"window.json"}
 
 
@@ -46,7 +46,7 @@ def test_run_without_a_trace_is_unchanged(run):
 def test_unreadable_trace_fails_the_run(run, text):
     (run.profile / "trace.json.gz").write_bytes(gzip.compress(text.encode()))
     with pytest.raises(TraceError):
-        files.finish(run)
+        analyse.finish(run)
     state = outcome._finish_profile(run)
     assert state["state"] == "error"
     assert state["reason"].endswith("profile again")
@@ -58,13 +58,13 @@ def test_other_ranks_keep_their_profile(run):
     shutil.copy(run.profile / "trace.json.gz", other.profile / "trace.json.gz")
     (run.profile / "trace.json.gz").write_text("")
     with pytest.raises(TraceError, match="cannot be read as a trace"):
-        files.finish(run)
+        analyse.finish(run)
     assert not (run.profile / "kernels.json").exists()
     assert (other.profile / "kernels.json").exists()
 
 
 def test_ranks_are_shown_in_their_order(run):
-    files.finish(run)
+    analyse.finish(run)
     document = rundir.read_json(run.profile / "kernels.json")
     for rank in range(12):
         sent = {"total_ms": float(rank), "exposed_ms": 0.0, "overlap_share": 1.0}
@@ -78,21 +78,21 @@ def test_ranks_are_shown_in_their_order(run):
 @pytest.mark.parametrize("window", ["", "{}"])
 def test_unknown_steps_before_have_no_time(run, window):
     (run.profile / "window.json").write_text(window)
-    assert files.step_before(run) is None
+    assert analyse.step_before(run) is None
 
 
 def test_full_disk_is_an_error(run, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.rundir, "write_json", full)
+    monkeypatch.setattr(analyse.rundir, "write_json", full)
     with pytest.raises(MissingError, match="no space left"):
-        files.finish(run)
+        analyse.finish(run)
 
 
 def test_text_contains_all_parts_and_fits_the_terminal(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    files.finish(run)
+    analyse.finish(run)
     text = run_text(run)
     for said in (
         "2 steps on NVIDIA H200", "1 ms profiled, 0.5 ms just before", "88.0 % of the steps just before",

@@ -98,11 +98,11 @@ def _finish_profile(run: RunDir) -> dict[str, Any]:
     """Write the profile from the worker's traces. If one is unreadable, return {"state": "error", "reason": text}."""
     if not run.profile.is_dir():
         return {}
-    from ftbench.profile import files
+    from ftbench.profile import analyse
     from ftbench.profile.trace import TraceError
 
     try:
-        files.finish(run)
+        analyse.finish(run)
     except TraceError as error:
         return {"state": "error", "reason": str(error)}
     return {}

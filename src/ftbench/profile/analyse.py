@@ -1,16 +1,49 @@
-"""Compute the content of profile/kernels.json from a trace: kernels by group, phases, idle time, communication."""
+"""Write profile/kernels.json from the traces of a run: kernels by group, phases, idle time, communication."""
 
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ftbench.core.units import some
-from ftbench.profile.trace import GLOO, LAUNCH, Trace
-from ftbench.profile.work import COMMUNICATION, GROUPS, OTHER, DeviceWork, PhaseSpans, complement, union
+from ftbench.profile.trace import GLOO, LAUNCH, Trace, TraceError, read
+from ftbench.profile.work import COMMUNICATION, GROUPS, OTHER, DeviceWork, PhaseSpans, complement, union, work_of
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import read_steps
 
 SCHEMA = 1
 _MOST_KERNELS = 300
 _WAITS = 3  # a driver call has waited if its duration is more than 3 times the usual duration
+
+
+def finish(run: RunDir) -> None:
+    """Read the trace of each rank, and write kernels.json next to the trace. Do nothing without traces.
+
+    Raises:
+        TraceError: If a trace cannot be read. The traces of the other ranks are still processed.
+    """
+    ranks = [run, *(run.of_rank(int(path.name[4:])) for path in sorted(run.profile.glob("rank[0-9]*")))]
+    errors = []
+    for rank in ranks:
+        if (rank.profile / rundir.TRACE).is_file():
+            try:
+                trace = read(rank.profile / rundir.TRACE)
+                with rundir.writing(rank.profile):
+                    rundir.write_json(rank.profile / rundir.KERNELS, analyse(trace, work_of(trace), step_before(rank)))
+            except TraceError as error:
+                errors.append(str(error))
+    if errors:
+        raise TraceError("; ".join(errors))
+
+
+def step_before(run: RunDir) -> float | None:
+    """Return the median time in seconds of the steps just before profiling. Return None if no step was timed."""
+    first, last = (rundir.read_json(run.profile / rundir.WINDOW).get("timed") or [0, -1])[:2]
+    rows, _ = read_steps(run.steps)
+    times = [row.step_time_s for row in rows if row.phase == "train" and first <= (row.step or 0) <= last]
+    known = [time for time in times if time is not None]
+    return statistics.median(known) if known else None
 
 
 def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | None = None) -> dict[str, Any]:
