@@ -99,7 +99,6 @@ _WORDINGS = {  # regular expression of a sentence in committed runs → its curr
         r"compiled graphs \1disk cache: with an empty cache",
     r"steps took (\S+ %) at the end of the steady window against its beginning":
         r"the step time changed by \1 during the steady window",
-    r"its speed is (?!not).*": "its speed is not valid: stop them and repeat the run",
     "for the CPU in the rest": "for the CPU the rest of the time",
     r"single steps \((\d+)\) show up to (\d+) W where (\d+) may be drawn.*":
         r"in \1 steps the power reads up to \2 W, above the limit of \3 W. Only the energy of several steps is exact",

@@ -219,11 +219,7 @@ def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:
 def _memory(
     everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, phases: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the memory peaks of a run and the phase with the highest allocated peak.
-
-    The phase `generate` is not part of training. The memory peaks of `generate` are only in phases.json.
-    """
-    phases = [phase for phase in phases if phase["name"] != "generate"]
+    """Return the memory peaks of a run and the phase with the highest allocated peak."""
     names = ["first_step", *["warmup"] * len(train[1:warm]), *["steady"] * len(train)]
     stages = [(name, row.peak_memory_gb) for name, row in zip(names, train, strict=False)]
     if not train:  # an imported log may have memory without times

@@ -27,7 +27,6 @@ LIMIT, CARD, COMMIT = "power limit", "card", "commit"
 REWARD = "applied.reward_sha256"  # hashes of the files with reward functions
 _MIN_SHARE = 0.05  # smallest share of the bytes of all weights
 IMPORTED = "imported.from"  # the kind of log that a run was imported from
-_IGNORED_PREFIXES = ("measure.generate",)
 _NOT_COMPARED = ("nvidia-ml-py", "unsloth", "unsloth_zoo", "xformers", "liger-kernel", "triton_kernels")
 _ENVIRONMENT = ("PYTORCH_", "CUDA_LAUNCH", "NVIDIA_TF32", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32", "OMP_NUM_THREADS")
 _APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_checkpointing", "compiled_graphs",
@@ -116,7 +115,7 @@ def _matters(key: str) -> bool:
     section, _, rest = key.partition(".")
     if section == "launch" and rest not in _KEPT_OF_LAUNCH:
         return False
-    return key not in _IGNORED and not key.startswith(_IGNORED_PREFIXES)
+    return key not in _IGNORED
 
 
 def as_fact(key: str, value: Any) -> str:
