@@ -67,10 +67,8 @@ class Ranking:
 
     @cached_property
     def best(self) -> list[Cell]:
-        best: dict[str, Cell] = {}
-        for cell in sorted(self.cells, key=rate_of, reverse=True):
-            best.setdefault(cell.recipe, cell)
-        return list(best.values())
+        ranked = sorted(self.cells, key=rate_of, reverse=True)
+        return [group[0] for group in grouped_by(ranked, lambda cell: cell.recipe).values()]
 
     @property
     def winner(self) -> Cell:

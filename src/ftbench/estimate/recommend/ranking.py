@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ftbench.core.hardware import Gpu, capability_of
+from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.estimate.memory.largest_batch import MemoryCache, with_batch
@@ -84,10 +85,7 @@ class Recommendation:
 
     def best_per_gpu(self) -> list[Option]:
         """Return the best variant for each GPU, best first."""
-        best: dict[str, Option] = {}
-        for option in self.options:
-            best.setdefault(option.gpu.name, option)
-        return list(best.values())
+        return [group[0] for group in grouped_by(self.options, lambda option: option.gpu.name).values()]
 
 
 def recommend(goal: Goal, memory_cache: MemoryCache | None = None) -> Recommendation:

@@ -187,11 +187,8 @@ def timed_runs(
 ) -> list[TimedRun]:
     """Return the usable runs in `paths`: of runs with the same name and id, the last. `wanted` selects runs by their
     summary."""
-    by_id: dict[str, TimedRun] = {}
-    for run in (run for path in paths for run in rundir.find_runs(path)):
-        if (timed := timed_run(run, wanted)) is not None:
-            by_id[timed.run_id] = timed
-    return list(by_id.values())
+    runs = (timed_run(run, wanted) for path in paths for run in rundir.find_runs(path))
+    return [same[-1] for same in grouped_by(filter(None, runs), lambda run: run.run_id).values()]
 
 
 def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun | None:

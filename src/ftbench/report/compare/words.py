@@ -6,6 +6,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import BreakEven, Ratio, geometric_mean
+from ftbench.core.stats import grouped_by
 from ftbench.report.compare.pairs import Pair
 from ftbench.report.data.cells import Cell, run_of
 from ftbench.report.runs_table import MOST_NAMED
@@ -69,9 +70,7 @@ def difference_lists(pairs: Sequence[Pair]) -> tuple[list[str], dict[int, list[s
     for index, pair in enumerate(pairs):
         for words in differences(pair):
             holders.setdefault(words, []).append(index)
-    together: dict[tuple[int, ...], list[str]] = {}
-    for words, indexes in holders.items():
-        together.setdefault(tuple(indexes), []).append(words)
+    together = grouped_by(holders, lambda words: tuple(holders[words]))
     numbers: dict[int, list[str]] = {}
     for number, group in enumerate(together, 1):
         for index in group:

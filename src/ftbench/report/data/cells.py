@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.compare import LAUNCH_BOUND_SPREAD, SITTING_SPREAD, Pace, geometric_mean, interval
-from ftbench.core.stats import MINIMUM_STEADY
+from ftbench.core.stats import MINIMUM_STEADY, grouped_by
 from ftbench.report.data.axes import GPUS
 from ftbench.report.data.collect import Record, figure, known, state_of
 from ftbench.report.data.facts import CARD, COMMIT, CPU
@@ -157,11 +157,9 @@ class Cell:
 
     def first_steps(self) -> dict[str, list[float]]:
         """Return first-step times in seconds for each state of the compiler's cache: {"cold": [...], "warm": [...]}."""
-        seconds_by_state: dict[str, list[float]] = {}
-        for run in self.valid:
-            if (seconds := figure(run.record, FIRST)) is not None:
-                seconds_by_state.setdefault(run.cache, []).append(seconds)
-        return seconds_by_state
+        runs = [run for run in self.valid if figure(run.record, FIRST) is not None]
+        by_state = grouped_by(runs, lambda run: run.cache)
+        return {state: known((run.record for run in same), FIRST) for state, same in by_state.items()}
 
     def pace(self) -> Pace | None:
         """Return the mean pace of the runs, or None. If some runs have a cold compiler cache, use only these runs."""

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
+from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import DIVIDED
@@ -79,9 +80,7 @@ def save_gathered(trainer: Any) -> None:
 
 def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
     """Split a parameter group into one group per device mesh, and one group for unsharded parameters."""
-    kinds: dict[Any, list[Any]] = {}
-    for parameter in group["params"]:
-        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    kinds = grouped_by(group["params"], lambda parameter: getattr(parameter, "device_mesh", None))
     return [group | {"params": kind} for kind in kinds.values()]
 
 
