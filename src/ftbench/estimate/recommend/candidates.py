@@ -13,7 +13,7 @@ from ftbench.estimate.workload.sharding import can_use, on_gpus
 from ftbench.facts import read_facts
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch
-from ftbench.spec.incompatibilities import incompatibilities
+from ftbench.spec.incompatibilities import incompatibilities, with_changes
 from ftbench.spec.load import shipped_recipes
 from ftbench.spec.methods import GPT_OSS, METHODS, configuration, decoder_family, family
 from ftbench.spec.optimizations import Optimizations
@@ -63,8 +63,7 @@ def variants(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
     own = [spec] if spec.method.name in methods else []
     for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):
         if spec.objective.name != "sft":  # only supervised fine-tuning supports these losses
-            on = candidate.optimizations.model_copy(update={"chunked_loss": False, "liger": False})
-            candidate = candidate.model_copy(update={"optimizations": on})
+            candidate = with_changes(candidate, {"optimizations.chunked_loss": False, "optimizations.liger": False})
         key = (candidate.method, candidate.optimizations, candidate.train)
         if key not in seen and (known or candidate.optimizations.triton_kernels is not True):
             seen.add(key)
@@ -118,8 +117,7 @@ def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> 
                     on = Optimizations.model_validate({**switches, **layout, **_for_images(spec)})
                     yield (made := spec.model_copy(update={"method": chosen, "optimizations": on}))
                     if method == "full" and spec.train.optimizer == "adamw_torch":  # fused AdamW: the same update
-                        fused = spec.train.model_copy(update={"optimizer": "adamw_torch_fused"})
-                        yield made.model_copy(update={"train": fused})
+                        yield with_changes(made, {"train.optimizer": "adamw_torch_fused"})
 
 
 def _of_method(spec: Experiment, name: str) -> Iterator[Any]:
