@@ -54,17 +54,12 @@ def test_one_is_singular():
     assert [units.some(number, "other process") for number in (1, 2)] == ["1 other process", "2 other processes"]
 
 
-def test_sentences_of_older_runs_are_reworded():
-    old = "1 steps were far slower than the others: step 6 (1.8 times the median, 1 graphs compiled)"
-    assert units.reworded(old) == (
-        "1 step was far slower than the others: step 6 (1.8 times the median, 1 graph compiled)"
-    )
-    assert units.reworded("the GPU worked 9% of the time") == "the GPU worked 9 % of the time"
-    old = "graphs came from the compiler's cache on disk: where it is empty the first step takes longer"
-    new = "compiled graphs came from the disk cache: with an empty cache the first step takes longer"
-    assert units.reworded(old) == units.reworded(new) == new
+def test_sentences_have_no_plural_of_one_and_a_space_before_percent():
+    long = "1 steps were far slower than the others: step 6 (1.8 times the median, 1 graphs compiled)"
+    assert units.tidy(long) == "1 step was far slower than the others: step 6 (1.8 times the median, 1 graph compiled)"
+    assert units.tidy("the GPU worked 9% of the time") == "the GPU worked 9 % of the time"
     kept = "11 steps were far slower than the others: 2.1 times the median in 1,001 steps; 4 % of them"
-    assert units.reworded(kept) == kept
+    assert units.tidy(kept) == kept
 
 
 @pytest.mark.parametrize(

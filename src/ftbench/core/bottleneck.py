@@ -1,6 +1,7 @@
 """Find the bottleneck of a run: data loading, kernel launches, arithmetic, memory bandwidth, temperature or power.
 
-Summaries store the sentences in `why`, and `ftbench verify` compares them. Add new wordings to `units._WORDINGS`.
+Summaries store the sentences in `why`, and `ftbench verify` compares them. If you change a
+wording, run `scripts/same-figures --write`.
 """
 
 import math
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ftbench.core.rows import StepRow
-from ftbench.core.units import reworded
+from ftbench.core.units import tidy
 
 DATA_BOUND = 0.10  # share of the steady window spent waiting for batches
 UTILIZED = 0.90  # if the GPU's busy share is lower, the run is launch-bound
@@ -73,7 +74,7 @@ def classify_bottleneck(
         sm_clock_mhz=over_time(steady, [row.sm_clock_mhz for row in steady]),
     )
     bottleneck.verdict, why = _judge(bottleneck, on_gpu)
-    bottleneck.why = reworded(why)
+    bottleneck.why = tidy(why)
     for name, share in (("power-capped", bottleneck.power_capped), ("thermally limited", bottleneck.thermally_limited)):
         if share is not None and share > THROTTLED and name != bottleneck.verdict:
             bottleneck.also.append(name)

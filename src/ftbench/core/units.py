@@ -94,29 +94,9 @@ def change(value: float | None, digits: int = 1) -> str:
     return f"{value * 100:+,.0f} %" if abs(value) >= 10 else f"{value * 100:+,.{digits}f} %"
 
 
-_WORDINGS = {  # regular expression of a sentence in committed runs → its current form
-    r"graphs (came from the )compiler's cache on disk: where it is empty":
-        r"compiled graphs \1disk cache: with an empty cache",
-    r"steps took (\S+ %) at the end of the steady window against its beginning":
-        r"the step time changed by \1 during the steady window",
-    "for the CPU in the rest": "for the CPU the rest of the time",
-    r"single steps \((\d+)\) show up to (\d+) W where (\d+) may be drawn.*":
-        r"in \1 steps the power reads up to \2 W, above the limit of \3 W. Only the energy of several steps is exact",
-    r"are (?!not)\w+'s$": "are not valid",
-    "damages it on purpose, so .*": "breaks the training on purpose; reports ignore this run",
-    r"at least (\d+) for a figure to rely on": r"at least \1 steps for reliable figures",
-    "does not say how busy the GPU was": "did not report the GPU utilization",
-    r"GiB ask\w+ for": "GiB requested",
-}  # fmt: skip
-
-
-def reworded(text: str) -> str:
-    """Return a sentence of an older run in the current wording. `1 steps` becomes `1 step`, and `5%` becomes
-    `5 %`."""
-    text = _SHARE.sub(" %", text)
-    for old, new in _WORDINGS.items():
-        text = re.sub(old, new, text)
-    return _ONE.sub(lambda match: f"1 {match[1]}" + " was" * bool(match[2]), text)
+def tidy(text: str) -> str:
+    """Return a sentence with `1 step` instead of `1 steps`, and with `5 %` instead of `5%`."""
+    return _ONE.sub(lambda match: f"1 {match[1]}" + " was" * bool(match[2]), _SHARE.sub(" %", text))
 
 
 def parameters(value: int | None) -> str:

@@ -53,9 +53,8 @@ class SinkAttention(torch.autograd.Function):
         query, key, value, out, whole, bounds, sinks, seed, unused = ctx.saved_tensors
         dout, samples = gradients[0].contiguous(), (bounds, bounds, *ctx.samples)
         grads = BACKWARD(dout, query, key, value, out, whole, *samples, seed, unused, **ctx.options)
-        of_sinks = None
-        if ctx.needs_input_grad[3]:
-            of_sinks = _of_sinks(sinks, out.transpose(0, 1), dout.transpose(0, 1), whole)
+        given = (sinks, out.transpose(0, 1), dout.transpose(0, 1), whole)
+        of_sinks = _of_sinks(*given) if ctx.needs_input_grad[3] else None
         return *grads, of_sinks, None, None, None, None
 
 

@@ -5,7 +5,6 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.rows import RunSummary
 from ftbench.core.table import folded, text_table
-from ftbench.core.units import reworded
 from ftbench.report.data.collect import named_path, speeds
 from ftbench.spec.reading import as_text
 from ftbench.store.rundir import RunDir, read_json
@@ -18,7 +17,7 @@ def card(summary: RunSummary, run: RunDir) -> str:
     """Return the run's settings, figures and warnings as text."""
     title = f"{summary.run_id}: {summary.state}" + (f": {summary.reason}" if summary.reason else "")
     log = "" if summary.state == "ok" else f" (log: {run.log.name})"
-    warnings = [("warning", reworded(text)) for text in summary.warnings]
+    warnings = [("warning", text) for text in summary.warnings]
     lines = [*_lines(summary), *_resolved(run), *warnings, ("files", f"{named_path(run)}{log}")]
     rows = [("", label.ljust(_LABEL), text) for label, text in lines if text]
     return f"{folded(title)}\n{text_table(['', '', ''], rows)}"
@@ -50,7 +49,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("padding", f"{padding} of the computed positions are padding" if padding else ""),
         ("memory", _memory(summary.memory_gb)),
         ("model", _model(summary)),
-        ("bound by", f"{', '.join([verdict, *bound['also']])}: {reworded(bound['why'])}" if verdict else ""),
+        ("bound by", f"{', '.join([verdict, *bound['also']])}: {bound['why']}" if verdict else ""),
         ("energy", f"{units.rate(joules)} J per 1,000 samples (GPU only)" if joules else ""),
         ("loss", " → ".join(f"{name} {value:.3f}" for name, value in losses.items() if value is not None)),
         ("preferred", _preferred(summary.loss)),

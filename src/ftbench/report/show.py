@@ -14,7 +14,6 @@ from ftbench.core import units
 from ftbench.core.hardware import canonical_name, capability_of, limited_gpu
 from ftbench.core.rows import FIELDS, LATER, RunSummary
 from ftbench.core.table import folded, folded_command
-from ftbench.core.units import reworded
 from ftbench.errors import FtbenchError, SpecError
 from ftbench.report.answer import rank_text
 from ftbench.report.card import card
@@ -107,7 +106,7 @@ def _verdict(summary: Mapping[str, Any]) -> str:
     if (summary.get("contention") or {}).get("contended"):
         return "no valid speed: other processes used the machine. Reports leave this run out."
     if bound.get("verdict"):
-        return f"{bound['verdict']}: {reworded(bound.get('why') or '')}"
+        return f"{bound['verdict']}: {bound.get('why') or ''}"
     wait = bound.get("data_wait")
     waited = "" if wait is None else f"; {units.percent(wait)} of the time is spent waiting for batches"
     if summary.get("gpu") or not summary.get("step_time_s"):

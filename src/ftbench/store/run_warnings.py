@@ -1,6 +1,7 @@
 """Check whether the figures of a run are valid. Warn of slow steps, throttling, NaN losses and other processes.
 
-Summaries store the warnings, and `ftbench verify` compares them. A new wording needs an entry in `units._WORDINGS`.
+Summaries store the warnings, and `ftbench verify` compares them. If you change a wording,
+run `scripts/same-figures --write`.
 """
 
 import math
@@ -12,7 +13,7 @@ from ftbench.core import stats
 from ftbench.core.bottleneck import THERMAL, over_time
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
-from ftbench.core.units import reworded, some
+from ftbench.core.units import some, tidy
 from ftbench.store.rundir import NOT_FINITE, gpus_of
 
 WALL_TOLERANCE = 0.02  # allowed difference between the sum of the steps and the wall clock
@@ -61,7 +62,7 @@ def warnings(
             sentences.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
         if not is_free(gpu):
             sentences.append(f"the GPU was not free before the run: {usage(gpu)}")
-    return list(map(reworded, sentences))
+    return list(map(tidy, sentences))
 
 
 def is_free(gpu: dict[str, Any]) -> bool:
@@ -180,7 +181,7 @@ def learning(rows: Sequence[StepRow], loss_scaled: bool) -> tuple[dict[str, Any]
     sentences = []
     for name, text in columns.items():
         if steps := [row.step for row in broken if row.phase == "train" and not finite(getattr(row, name))]:
-            sentences.append(reworded(f"{text} is not a number in {len(steps)} steps, first in step {steps[0]}"))
+            sentences.append(tidy(f"{text} is not a number in {len(steps)} steps, first in step {steps[0]}"))
     if not any(row.loss is not None for row in rows):
         return {}, sentences
     state = NOT_FINITE if broken else "ok"
@@ -215,4 +216,4 @@ def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any],
              if share is not None and share > limits[name]]  # fmt: skip
     text = " and ".join(excess)
     sentence = f"contended: other processes used {text}; its speed is not valid: stop them and repeat the run"
-    return {"contended": bool(excess), **shares}, [reworded(sentence)] if excess else []
+    return {"contended": bool(excess), **shares}, [tidy(sentence)] if excess else []

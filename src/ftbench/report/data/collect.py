@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import RunSummary
-from ftbench.core.units import reworded
 from ftbench.errors import SpecError
 from ftbench.report.data.facts import flat
 from ftbench.spec.methods import METHODS
@@ -55,14 +54,12 @@ def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
     """Convert the contents of summary.json files to flat records. Missing fields are None."""
     dicts = [dict(flat(values)) for values in summaries]
     empty = dict.fromkeys(key for record in dicts for key in record)
-    return [_on_one_basis(empty | record | _sentences(record)) for record in dicts]
+    return [_on_one_basis(empty | record | _contended(record)) for record in dicts]
 
 
-def _sentences(record: Record) -> Record:
-    """Return warnings and reasons in the current wording. A run with `measure.share_gpu` counts as contended."""
-    sentences: Record = {key: reworded(record[key]) for key in ("reason", "bound.why") if record.get(key)}
-    sentences["warnings"] = [*map(reworded, record["warnings"])]
-    return sentences | ({"contention.contended": True} if SHARED in sentences["warnings"] else {})
+def _contended(record: Record) -> Record:
+    """Return a field that marks a run with `measure.share_gpu` as contended, or {}."""
+    return {"contention.contended": True} if SHARED in record["warnings"] else {}
 
 
 def _on_one_basis(record: Record) -> Record:
