@@ -85,6 +85,7 @@ def cudnn_forward(query, key, value, bias, logarithms, dropout, causal, debug, *
 def cudnn_backward(dout, query, key, value, out, logsum, seed, offset, bias, b, _b, longest, _l, dropout, causal,
                    *, scale):  # fmt: skip
     assert (seed, offset, longest, logsum.shape) == (3, 4, query.shape[2], (*query.shape[:3], 1))
+    assert dout.transpose(1, 2).is_contiguous()
     probabilities = (of_one_length(query, key, scale) - logsum).exp()
     spread_key, spread_value = (part.repeat_interleave(HEADS // GROUPS, 1) for part in (key, value))
     inner = probabilities * (dout @ spread_value.mT - (dout * out).sum(-1, keepdim=True)) * scale
@@ -141,6 +142,20 @@ def test_samples_of_one_length_are_computed_as_a_batch(flash, monkeypatch, windo
     torch.testing.assert_close(ours[4], theirs[4])
     for one, other in zip(ours[:4], theirs[:4], strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_cudnn_gets_gradients_with_the_same_strides_whatever_is_given(monkeypatch):
+    """torch keeps cuDNN's plan for the next gradient, which may have other strides. The stand-in checks them."""
+    monkeypatch.setattr(sink_attention, "CUDNN_FORWARD", cudnn_forward)
+    monkeypatch.setattr(sink_attention, "CUDNN_BACKWARD", cudnn_backward)
+    query, key, value = (part.detach().transpose(0, 1)[None] for part in drawn()[:3])
+    query.requires_grad_()
+    gradients, dout = [], torch.randn(1, TOKENS, HEADS, WIDTH, dtype=torch.float64).transpose(1, 2)
+    for each in (dout, dout.contiguous()):
+        query.grad = None
+        EqualSinkAttention.apply(query, key, value, drawn()[3].detach(), 0.3).backward(each)
+        gradients.append(query.grad)
+    assert torch.equal(*gradients)
 
 
 def test_frozen_sinks_are_asked_for_no_gradient(flash):

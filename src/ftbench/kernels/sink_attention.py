@@ -75,7 +75,8 @@ class EqualSinkAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, out, whole, sinks, seed, offset = ctx.saved_tensors
-        lengths = (None, None, query.shape[2], key.shape[2])
-        given = (query, key, value, out, whole[..., None], seed, offset, None, *lengths, 0.0, True)
-        grads = CUDNN_BACKWARD(gradients[0], *given, scale=ctx.scale)
-        return *grads, _of_sinks(sinks, out, gradients[0], whole) if ctx.needs_input_grad[3] else None, None
+        # torch keeps cuDNN's plans by the strides of query, key and value only, so `dout` must always have the same
+        dout = gradients[0].transpose(1, 2).contiguous().transpose(1, 2)
+        rest = (seed, offset, None, None, None, query.shape[2], key.shape[2], 0.0, True)
+        grads = CUDNN_BACKWARD(dout, query, key, value, out, whole[..., None], *rest, scale=ctx.scale)
+        return *grads, _of_sinks(sinks, out, dout, whole) if ctx.needs_input_grad[3] else None, None

@@ -83,8 +83,7 @@ def _half(*parts: torch.Tensor) -> list[torch.Tensor]:
 
 def _rows(*parts: torch.Tensor) -> list[torch.Tensor]:
     """Return each tensor (1, heads, tokens, head_dim) as (tokens, heads, head_dim), in 16 bits."""
-    # unlike squeeze, part[0] would copy the gradient
-    return [part.squeeze(0).transpose(0, 1) for part in _half(*parts)]
+    return [part.squeeze(0).transpose(0, 1) for part in _half(*parts)]  # part[0] would copy the gradient
 
 
 def _by_rows(
