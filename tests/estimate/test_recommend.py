@@ -286,6 +286,13 @@ def test_options_that_may_miss_the_deadline_are_marked_and_come_last():
     assert as_text(some, every=True).count(" may miss ") == sum(late)
 
 
+def test_offloaded_weights_are_named_with_their_host_memory():
+    answer = ask("RTX 4090", spec={"model": {"id": "Qwen/Qwen3-235B-A22B"}})
+    assert answer.options[0].memory.host > 400
+    assert "\nhost memory: about 4" in as_text(answer)
+    assert "host memory" not in as_text(ask("RTX 4090"))
+
+
 def test_without_a_deadline_the_text_does_not_mention_it():
     found = ask()
     assert as_json(found)["options"][0]["may_miss_deadline"] is None

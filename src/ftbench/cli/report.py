@@ -119,12 +119,10 @@ def import_(
     method: Annotated[str, typer.Option(help="a method of `ftbench list methods`")],
     gpu: Annotated[str, typer.Option(help="the GPU as nvidia-smi names it: NVIDIA H200; or cpu")],
     batch_size: Annotated[
-        int | None,
-        of(ADVANCED, "samples per forward pass, if the file does not have it", min=1, max=10**6),
+        int | None, of(ADVANCED, "samples per forward pass, if the file does not have it", min=1, max=10**6)
     ] = None,
     accumulation: Annotated[
-        int,
-        of(ADVANCED, "forward passes per optimizer step", "--gradient-accumulation-steps", min=1, max=10**6),
+        int, of(ADVANCED, "forward passes per optimizer step", "--gradient-accumulation-steps", min=1, max=10**6)
     ] = 1,
     dataset: Annotated[str | None, typer.Option(help="name of the data set")] = None,
     out: Out = Path("results"),

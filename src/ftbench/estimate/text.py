@@ -130,9 +130,13 @@ def _memory_details(memory: MemoryEstimate) -> str:
         folded(f"largest batch of the run: {count} x {length:,} tokens with padding ({memory.basis})"),
         *([f"stages: {', '.join(map(gibibytes, memory.stages))} GiB; the largest:"] if memory.stages else []),
         f"peak: {memory.peak_phase}, mostly {memory.peak_term}", _bars(memory.parts),
-        *([f"host memory: about {gibibytes(memory.host)} GiB"] if memory.host > HOST else []),
+        *host_memory(memory),
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def host_memory(memory: MemoryEstimate) -> list[str]:
+    return [f"host memory: about {gibibytes(memory.host)} GiB"] if memory.host > HOST else []
 
 
 def _largest(spec: Experiment, largest: int | None) -> str:
@@ -180,6 +184,7 @@ def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
     ]
     notes.append("GiB: device memory, as nvidia-smi shows. For a process: the memory that CUDA gives one process" + (
         f", less {gibibytes(margin)} GiB for a display" if margin else ""))  # fmt: skip
+    notes += host_memory(max((row.memory for row in rows), key=lambda memory: memory.host))
     if MEASURED in (bases := {time.basis for time in known}) and len(bases) > 1:
         notes.append("Measured rows come from your runs, others from formulas. Ignore differences within the ranges.")
     if any(time.bound == "host" for time in known):

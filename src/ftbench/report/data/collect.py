@@ -54,12 +54,8 @@ def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
     """Convert the contents of summary.json files to flat records. Missing fields are None."""
     dicts = [dict(flat(values)) for values in summaries]
     empty = dict.fromkeys(key for record in dicts for key in record)
-    return [_on_one_basis(empty | record | _contended(record)) for record in dicts]
-
-
-def _contended(record: Record) -> Record:
-    """Return a field that marks a run with `measure.share_gpu` as contended, or {}."""
-    return {"contention.contended": True} if SHARED in record["warnings"] else {}
+    shared = {"contention.contended": True}  # for runs with `measure.share_gpu`
+    return [_on_one_basis(empty | record | (shared if SHARED in record["warnings"] else {})) for record in dicts]
 
 
 def _on_one_basis(record: Record) -> Record:
