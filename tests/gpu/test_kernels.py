@@ -340,7 +340,7 @@ def test_attention_with_sinks(compiled):
         return (out.unflatten(0, (samples, tokens)).transpose(1, 2),)
 
     def as_a_batch(query, key, value, sinks):
-        return (sink_attention.EqualSinkAttention.apply(query, key, value, sinks, scale),)
+        return (sink_attention.BatchedSinkAttention.apply(query, key, value, sinks, scale),)
 
     def plain(query, key, value, sinks):
         key, value = (part.repeat_interleave(heads // groups, 1) for part in (key, value))

@@ -11,7 +11,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from ftbench.errors import SpecError
 from ftbench.kernels import sink_attention
-from ftbench.kernels.sink_attention import EqualSinkAttention, SinkAttention
+from ftbench.kernels.sink_attention import BatchedSinkAttention, SinkAttention
 from ftbench.worker.optimizations import attention
 
 LENGTHS = (5, 1, 11)
@@ -153,7 +153,7 @@ def test_cudnn_gets_gradients_with_the_same_strides_whatever_is_given(monkeypatc
     gradients, dout = [], torch.randn(1, TOKENS, HEADS, WIDTH, dtype=torch.float64).transpose(1, 2)
     for each in (dout, dout.contiguous()):
         query.grad = None
-        EqualSinkAttention.apply(query, key, value, drawn()[3].detach(), 0.3).backward(each)
+        BatchedSinkAttention.apply(query, key, value, drawn()[3].detach(), 0.3).backward(each)
         gradients.append(query.grad)
     assert torch.equal(*gradients)
 
@@ -188,7 +188,7 @@ def test_torchs_kernels_take_what_they_are_given():
     assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
     assert query.grad.shape == query.shape
     query = torch.empty(2, HEADS, TOKENS, 64, dtype=torch.bfloat16, device="meta")
-    out = EqualSinkAttention.apply(query.requires_grad_(), query[:, :GROUPS], query[:, :GROUPS], sinks, 0.3)
+    out = BatchedSinkAttention.apply(query.requires_grad_(), query[:, :GROUPS], query[:, :GROUPS], sinks, 0.3)
     out.sum().backward()
     assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
     assert query.grad.shape == query.shape

@@ -1,7 +1,7 @@
 """Find the bottleneck of a run: data loading, kernel launches, arithmetic, memory bandwidth, temperature or power.
 
-Summaries store the sentences in `why`, and `ftbench verify` compares them. If you change a
-wording, run `scripts/same-figures --write`.
+Summaries store the sentences in `why`, and `ftbench verify` compares them. If you change a sentence, run
+`scripts/same-figures --write`.
 """
 
 import math

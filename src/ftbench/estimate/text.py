@@ -136,6 +136,7 @@ def _memory_details(memory: MemoryEstimate) -> str:
 
 
 def host_memory(memory: MemoryEstimate) -> list[str]:
+    """Return a line with the host memory of offloaded tensors in GiB, or [] if it is small."""
     return [f"host memory: about {gibibytes(memory.host)} GiB"] if memory.host > HOST else []
 
 

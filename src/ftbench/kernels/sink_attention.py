@@ -18,16 +18,16 @@ CUDNN_FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention
 CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
-def _with_sinks(out: torch.Tensor, alone: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output with sinks (..., heads, tokens, head_dim) and L' (..., heads, tokens) from those without."""
-    whole = torch.logaddexp(alone, sinks.to(alone.dtype)[:, None])
-    return (out * (alone - whole).exp()[..., None]).to(out.dtype), whole
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convert `out` (..., heads, tokens, head_dim) and L (..., heads, tokens) to the output with sinks and L'."""
+    lse_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return (out * (lse - lse_sinks).exp()[..., None]).to(out.dtype), lse_sinks
 
 
-def _of_sinks(sinks: torch.Tensor, out: torch.Tensor, dout: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def _dsinks(sinks: torch.Tensor, out: torch.Tensor, dout: torch.Tensor, lse_sinks: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the sinks (heads,)."""
-    taken = (dout * out).sum(-1, dtype=whole.dtype)
-    return -((sinks[:, None] - whole).exp() * taken).sum(-1).reshape(-1, len(sinks)).sum(0).to(sinks.dtype)
+    dots = (dout * out).sum(-1, dtype=lse_sinks.dtype)
+    return -((sinks[:, None] - lse_sinks).exp() * dots).sum(-1).reshape(-1, len(sinks)).sum(0).to(sinks.dtype)
 
 
 class SinkAttention(torch.autograd.Function):
@@ -42,41 +42,41 @@ class SinkAttention(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         ctx.samples = (longest, longest, 0.0, True)
         ctx.options = {"scale": scale, "window_size_left": window, "window_size_right": 0}
-        out, alone, seed, unused, _ = FORWARD(query, key, value, bounds, bounds, *ctx.samples, False, **ctx.options)
-        out, whole = _with_sinks(out.transpose(0, 1), alone, sinks)
+        out, lse, seed, unused, _ = FORWARD(query, key, value, bounds, bounds, *ctx.samples, False, **ctx.options)
+        out, lse_sinks = _with_sinks(out.transpose(0, 1), lse, sinks)
         out = out.transpose(0, 1)
-        ctx.save_for_backward(query, key, value, out, whole, bounds, sinks, seed, unused)
+        ctx.save_for_backward(query, key, value, out, lse_sinks, bounds, sinks, seed, unused)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, out, whole, bounds, sinks, seed, unused = ctx.saved_tensors
+        query, key, value, out, lse_sinks, bounds, sinks, seed, unused = ctx.saved_tensors
         dout, samples = gradients[0].contiguous(), (bounds, bounds, *ctx.samples)
-        grads = BACKWARD(dout, query, key, value, out, whole, *samples, seed, unused, **ctx.options)
-        given = (sinks, out.transpose(0, 1), dout.transpose(0, 1), whole)
-        of_sinks = _of_sinks(*given) if ctx.needs_input_grad[3] else None
-        return *grads, of_sinks, None, None, None, None
+        grads = BACKWARD(dout, query, key, value, out, lse_sinks, *samples, seed, unused, **ctx.options)
+        results = (out.transpose(0, 1), dout.transpose(0, 1), lse_sinks)
+        dsinks = _dsinks(sinks, *results) if ctx.needs_input_grad[3] else None
+        return *grads, dsinks, None, None, None, None
 
 
-class EqualSinkAttention(torch.autograd.Function):
-    """Return the same for samples of one length, without a window. cuDNN's kernels are faster than flash attention
-    here. Query and result are (samples, heads, tokens, head_dim). Key and value have kv_heads instead of heads."""
+class BatchedSinkAttention(torch.autograd.Function):
+    """Return 16-bit attention with `sinks` (heads,) for samples of one length, without a window. Query and result are
+    (samples, heads, tokens, head_dim). Key and value are (samples, kv_heads, tokens, head_dim). cuDNN computes it."""
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        out, alone, *others = CUDNN_FORWARD(query, key, value, None, True, 0.0, True, False, scale=scale)
-        out, whole = _with_sinks(out, alone.reshape(out.shape[:-1]), sinks)
+        out, lse, *others = CUDNN_FORWARD(query, key, value, None, True, 0.0, True, False, scale=scale)
+        out, lse_sinks = _with_sinks(out, lse.reshape(out.shape[:-1]), sinks)
         ctx.scale = scale
-        ctx.save_for_backward(query, key, value, out, whole, sinks, *others[4:6])
+        ctx.save_for_backward(query, key, value, out, lse_sinks, sinks, *others[4:6])
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, out, whole, sinks, seed, offset = ctx.saved_tensors
-        # torch keeps cuDNN's plans by the strides of query, key and value only, so `dout` must always have the same
+        query, key, value, out, lse_sinks, sinks, seed, offset = ctx.saved_tensors
+        # torch reuses cuDNN's plan without comparing the strides of `dout`, so they must be equal in every call
         dout = gradients[0].transpose(1, 2).contiguous().transpose(1, 2)
         rest = (seed, offset, None, None, None, query.shape[2], key.shape[2], 0.0, True)
-        grads = CUDNN_BACKWARD(dout, query, key, value, out, whole[..., None], *rest, scale=ctx.scale)
-        return *grads, _of_sinks(sinks, out, dout, whole) if ctx.needs_input_grad[3] else None, None
+        grads = CUDNN_BACKWARD(dout, query, key, value, out, lse_sinks[..., None], *rest, scale=ctx.scale)
+        return *grads, _dsinks(sinks, out, dout, lse_sinks) if ctx.needs_input_grad[3] else None, None

@@ -1,7 +1,7 @@
 """Check whether the figures of a run are valid. Warn of slow steps, throttling, NaN losses and other processes.
 
-Summaries store the warnings, and `ftbench verify` compares them. If you change a wording,
-run `scripts/same-figures --write`.
+Summaries store the warnings, and `ftbench verify` compares them. If you change a sentence, run
+`scripts/same-figures --write`.
 """
 
 import math

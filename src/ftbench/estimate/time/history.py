@@ -185,8 +185,7 @@ def is_outdated(run: RunDir, spec: Experiment) -> bool:
 def timed_runs(
     paths: Iterable[Path], wanted: Callable[[dict[str, Any]], bool] = lambda summary: True
 ) -> list[TimedRun]:
-    """Return the usable runs in `paths`: of runs with the same name and id, the last. `wanted` selects runs by their
-    summary."""
+    """Return the usable runs in `paths` that `wanted` selects by summary. Of runs with equal ids, return the last."""
     runs = (timed_run(run, wanted) for path in paths for run in rundir.find_runs(path))
     return [same[-1] for same in grouped_by(filter(None, runs), lambda run: run.run_id).values()]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ftbench.errors import SpecError
-from ftbench.kernels.sink_attention import EqualSinkAttention, SinkAttention
+from ftbench.kernels.sink_attention import BatchedSinkAttention, SinkAttention
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations.compute import MEASURED
 
@@ -92,7 +92,7 @@ def _by_rows(
     """Return the attention of `samples` samples of one length."""
     q, k, v = (part.squeeze(0).unflatten(1, (samples, -1)).transpose(0, 1) for part in (query, key, value))
     if sinks is not None:
-        out = EqualSinkAttention.apply(*_half(q, k, v), sinks, scaling).to(query.dtype)
+        out = BatchedSinkAttention.apply(*_half(q, k, v), sinks, scaling).to(query.dtype)
     else:
         gqa = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
