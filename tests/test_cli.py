@@ -471,11 +471,3 @@ def test_help_fits_80_columns(ftbench, monkeypatch, command):
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
     assert "--help" in out
-
-
-@pytest.mark.parametrize("words", [["--objective", "beauty"], ["--objective=beauty"]])
-def test_renamed_option_still_works_with_a_notice(ftbench, tmp_path, words):
-    code, _, err = ftbench("recommend", write_spec(tmp_path), "--gpu", "H200 SXM", "--samples", "9", *words)
-    assert code == 2
-    assert "ftbench: note: --objective is now called --goal\n" in err
-    assert "'beauty' is not one of 'speed', 'cost', 'energy', 'memory'" in err

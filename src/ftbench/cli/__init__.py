@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from ftbench import __version__
-from ftbench.cli.shared import app, current_options, emit, log
+from ftbench.cli.shared import app, check_arguments, emit, log
 from ftbench.errors import FtbenchError, MissingError
 
 MODULES = ("train", "plans", "report", "estimate", "machine")  # --help lists them in this order
@@ -36,7 +36,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 cannot show every character
     try:
-        app(args=current_options(sys.argv[1:]))
+        app(args=check_arguments(sys.argv[1:]))
     except FtbenchError as error:
         _fail(str(error), error.exit_code)
     except OSError as error:

@@ -16,12 +16,6 @@ from ftbench.core import processes
 from ftbench.core.units import parse_seconds
 from ftbench.errors import BROKEN_PIPE, INTERRUPTED, MissingError, SpecError
 
-# Former names of options, by command. They still work, with a notice on stderr.
-RENAMED_OPTIONS = {
-    "recommend": {"--objective": "--goal"},
-    "sweep": {"--gpus": "--gpu-ids"},
-    "report": {"--repeats": "--rows"},
-}
 # Keys of the spec that people try as options of `run` and `profile`.
 KEYS = {"--gpus": "launch.gpus=2", "--method": "method=qlora", "--batch-size": "train.batch_size=8"}
 # Groups of options in --help. The most used options are in a first group without a name.
@@ -137,19 +131,12 @@ RetryFailed = Annotated[bool, of(ADVANCED, "repeat runs that failed or timed out
 Force = Annotated[bool, of(ADVANCED, "repeat all runs and archive the earlier runs", "--force")]
 
 
-def current_options(arguments: list[str]) -> list[str]:
-    """Return the arguments with former option names replaced by current names. Print a notice for each replacement."""
-    renamed = RENAMED_OPTIONS.get(arguments[0], {}) if arguments else {}
-    current = []
-    for argument in arguments:
-        option, equals, value = argument.partition("=")
+def check_arguments(arguments: list[str]) -> list[str]:
+    """Return the arguments. Raise SpecError if an option of `run` or `profile` is a key of the spec."""
+    for option in (argument.partition("=")[0] for argument in arguments):
         if arguments[0] in ("run", "profile") and option in KEYS:
             raise SpecError(f"{arguments[0]} has no option {option}: set the key of the spec, --set {KEYS[option]}")
-        if option in renamed:
-            log(f"ftbench: note: {option} is now called {renamed[option]}")
-            argument = f"{renamed[option]}{equals}{value}"
-        current.append(argument)
-    return current
+    return arguments
 
 
 def check_output(output: Path | None, force: bool) -> None:
