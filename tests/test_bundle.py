@@ -283,6 +283,14 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path, files, code, said):
     assert "every hash and every figure agrees" not in done.stdout
 
 
+def test_figures_per_gpu_are_not_checked_without_the_steps_of_other_gpus(tmp_path):
+    bundle.make([Path("results/h100/two-gpus/fsdp-14b-full")], tmp_path / "x.tar.zst")
+    verdict = verify(tmp_path / "x.tar.zst")
+    assert (verdict.problems, len(verdict.unchecked)) == ([], 1)
+    assert verdict.figures > 100
+    assert "because the steps of the other GPUs are missing" in verdict.unchecked[0]
+
+
 def packed(
     path: Path, files: dict[str, bytes], infos: list[tarfile.TarInfo] | None = None, hashes: bool = True
 ) -> Path:
@@ -401,7 +409,7 @@ def test_compression_bomb_is_refused(tmp_path, monkeypatch):
 def test_other_file_is_refused(tmp_path, content):
     path = tmp_path / "x.tar.zst"
     path.write_bytes(content)
-    assert "not a file of `ftbench bundle`" in refused(path, tmp_path)
+    assert "nor a file of `ftbench bundle`" in refused(path, tmp_path)
 
 
 def test_truncated_bundle_is_refused(bundled, tmp_path):

@@ -191,7 +191,7 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
         if problem or not manifest:
             raise ValueError(problem or f"refused: {MANIFEST} is missing")
     except (tarfile.TarError, zstd.ZstdError, EOFError) as error:
-        raise SpecError(f"{path}: damaged, or not a file of `ftbench bundle` ({error})") from None
+        raise SpecError(f"{path}: damaged, or neither a folder nor a file of `ftbench bundle` ({error})") from None
     except OSError as error:
         raise SpecError(f"{path}: cannot be unpacked ({error.strerror or error})") from None
     except ValueError as error:
