@@ -47,7 +47,7 @@ def sweep(
     sets: Sets = None,
     dry_run: DryRun = False,
     axis: Annotated[list[str] | None, of(ADVANCED, "another key of the spec and its values", metavar="KEY=V,V")] = None,
-    repeats: Annotated[int | None, of(ADVANCED, "interleaved runs per cell: measure.repeats")] = None,
+    repeats: Annotated[int | None, of(ADVANCED, "interleaved runs per cell: measure.repeats", min=1)] = None,
     time_budget: TimeBudget = None,
     out: Out = Path("results"),
     status: Annotated[Path | None, of(OUTPUT, "show the progress of the sweep in DIR", metavar="DIR")] = None,

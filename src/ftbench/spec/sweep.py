@@ -34,6 +34,7 @@ from ftbench.spec.reading import as_text, parse_value, sentence
 MAX_CELLS = 100_000
 RECIPE = "recipe"
 _NO_AXES = ("name", "extends", "sweep")
+_OPTIONS = {"method": "--method", "train.batch_size": "--batch-size"}  # axes with an own option
 
 
 class SweepSection(Part):
@@ -150,7 +151,7 @@ def _of_command_line(text: str) -> Axis:
     values = parse_value(f"[{written}]") if equals and written.strip() else None
     if not isinstance(values, list) or not values or None in values:
         raise SpecError(f"--axis {shortened(text)}: write it as key=value,value, for example train.batch_size=1,2,4")
-    return _axis(key.strip(), values, f"--axis {shortened(key.strip())}", Path())
+    return _axis(key := key.strip(), values, _OPTIONS.get(key, f"--axis {shortened(key)}"), Path())
 
 
 def _check_overlap(axes: Iterable[Axis]) -> None:
