@@ -22,7 +22,7 @@ from waiting import eventually
 SPEC = Experiment.model_validate(
     {"name": "a", "model": {"id": "a/b"}, "method": {"name": "lora"}, "dataset": {"name": "japanese-alpaca"}}
 )
-AXES = {"method": ["lora", "qlora"], "train.batch_size": [1, 2]}
+AXES = {"method": ["lora", "qlora"]}
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ftbench[ray]'")
 
 
@@ -53,7 +53,7 @@ def test_results_of_a_cluster_equal_local_ones(cluster, tmp_path):
     done = sweep(spec, tmp_path / "out", "--on", cluster.on, env=environment)
     assert done.code == 0, done.stderr
     folder = Folder(tmp_path / "out")
-    assert folder.told() == ["ok"] * 4
+    assert folder.told() == ["ok"] * 2
     for run in folder.runs():
         assert read_steps(run.steps)[0]
         assert not run.reserve.exists()
@@ -62,7 +62,7 @@ def test_results_of_a_cluster_equal_local_ones(cluster, tmp_path):
     assert here.stdout == done.stdout
     again = sweep(spec, tmp_path / "out", "--on", cluster.on, env=cluster.environment)
     assert again.code == 0
-    assert len(folder.started()) == 4
+    assert len(folder.started()) == 2
 
 
 def test_ctrl_c_ends_the_jobs_and_the_sweep_resumes(held, tmp_path):
@@ -79,6 +79,7 @@ def test_ctrl_c_ends_the_jobs_and_the_sweep_resumes(held, tmp_path):
     assert night.told() == ["ok", "ok"]
 
 
+@pytest.mark.exhaustive  # on a busy machine, Ray's client needs minutes
 def test_search_on_a_cluster(cluster, tmp_path):
     """Ray uses its client here."""
     spec = written(cluster, tmp_path, None, launch={"mock": "oom", "mock_fits": 2})
