@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the time estimate with committed runs: scripts/time_estimates.py [STORE ...] [--write]
+"""Compare the time estimate with committed runs: scripts/time_estimates.py [--write]
 
 Each run is estimated with coefficients that were fitted without the runs of its step. --write keeps the coefficients of
 all runs in facts/durations.yaml and writes docs/evidence/time-estimates.md.
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter, sub
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -46,6 +47,7 @@ DOUBT = 0.35  # spread of the log of a coefficient around its prior
 ROUNDS = 12
 LEAST_MODELS = 3
 GPUS = {gpu.name: gpu for gpu in gpus()}
+same_settings, same_model = attrgetter("gpu", "spec.method.name", "spec.optimizations"), attrgetter("spec.model.id")
 HEAD = """# Errors of time estimates
 
 `scripts/time_estimates.py --write` writes this page from the committed runs in `results/h200` and
@@ -73,7 +75,8 @@ FACTS_HEAD = """\
 # hand. Some priors were chosen after looking at these runs. `gpus` are the GPUs with runs of at least three models:
 # estimates for other GPUs have a wider range. `runs` counts the runs in which the term takes at least 5 % of a step.
 # `error` is the error if each step is estimated without its own runs. `spread` is the factor around an estimate that
-# contains 90 % of the steps of unseen models, if the GPU or the host limits the speed.
+# contains 90 % of the steps of unseen models, if the GPU or the host limits the speed. `start` is such a factor of the
+# time until the first steady step, and `measured start` that with runs of the same step.
 """
 
 
@@ -123,14 +126,6 @@ class LeftOut:
 
 def same_step(run: TimedRun) -> tuple[Any, ...]:
     return (run.gpu, *run.key)
-
-
-def same_settings(run: TimedRun) -> str:
-    return f"{run.gpu} {run.spec.method.name} {run.spec.optimizations}"
-
-
-def same_model(run: TimedRun) -> str:
-    return str(run.spec.model.id)
 
 
 def observations(history: RunHistory) -> list[Observation]:
@@ -187,6 +182,17 @@ def spreads(rows: Sequence[LeftOut]) -> dict[str, float]:
     by_bound = grouped_by(missed, lambda item: item[0][0])
     return {bound: math.exp(quantile([fmean(abs(math.log1p(row.error)) for row in rows) for _, rows in each]))
             for bound, each in by_bound.items()}  # fmt: skip
+
+
+def start_spreads(rows: Sequence[LeftOut]) -> dict[str, float]:
+    """Return the factors of a run's start: as estimated, and as in other runs of the same step."""
+    own, alike = [], []
+    for group in grouped_by((row for row in rows if row.run.start_s), lambda row: same_step(row.run)).values():
+        starts = [math.log(row.run.start_s) for row in group]
+        own.append(fmean(abs(each - math.log(group[0].estimate.start_s.expected)) for each in starts))
+        others = [starts[:at] + starts[at + 1 :] for at in range(len(starts))]
+        alike += [fmean(map(abs, map(sub, starts, map(median, others))))] if others[0] else []
+    return {"start": math.exp(quantile(own)), "measured start": math.exp(quantile(alike))}
 
 
 def factors(ranges: Mapping[str, float]) -> dict[str, float]:
@@ -271,8 +277,7 @@ def as_text(rows: Sequence[LeftOut]) -> str:
 
 def facts(rows: Sequence[LeftOut], ranges: Mapping[str, float], terms: Mapping[str, Term]) -> str:
     """Return facts/durations.yaml with these coefficients and ranges."""
-    mean, worst = errors_of(rows)
-    by_gpu = grouped_by(rows, lambda row: row.run.gpu)
+    (mean, worst), by_gpu = errors_of(rows), grouped_by(rows, lambda row: row.run.gpu)
     document = {
         "gpus": sorted(gpu for gpu, own in by_gpu.items() if len({same_model(row.run) for row in own}) >= LEAST_MODELS),
         "error": {"mean": round(mean, 4), "worst": round(worst, 4)},
@@ -285,17 +290,15 @@ def facts(rows: Sequence[LeftOut], ranges: Mapping[str, float], terms: Mapping[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stores", type=Path, nargs="*", default=STORES)
     parser.add_argument("--write", action="store_true")
-    asked = parser.parse_args()
-    history = RunHistory(None, timed_runs(asked.stores))
+    write, history = parser.parse_args().write, RunHistory(None, timed_runs(STORES))
     rows, unseen, models = (left_out(history, group, fit) for group in (same_step, same_settings, same_model))
     terms = fitted(history)
     coefficients = {name: term.value for name, term in terms.items()}
     several, text_rows = several_gpus(history, coefficients), text_study(coefficients)
     unknown, known = ([row for row in part if row.bound != "GPU"] for part in text_rows)
     every = [*models, *unknown, *known]
-    (mean, worst), ranges = errors_of(unseen), spreads(every)
+    (mean, worst), ranges, starts = errors_of(unseen), spreads(every), start_spreads([*rows, *text_rows[0]])
     ratios = [1 / (1 + row.error) for row in unknown]
     missed = [percent(median(abs(row.error) for row in part)) for part in (unknown, known, text_rows[1])]
     limits = ", ".join(f"{value:.2f} if a {bound} limits the speed" for bound, value in factors(ranges).items())
@@ -309,11 +312,12 @@ def main() -> None:
         f"(median error {missed[0]}). If runs of other steps give the speed of the host (*known host*), the median "
         f"error of {len(known)} launch-bound estimates is {missed[1]}, and that of all {len(text_rows[1])} estimates "
         f"is {missed[2]}.\nThe range of an estimate is from `expected time / factor` to `expected time * factor`. "
-        f"The factor is {limits}.\n\n## Several GPUs\n\n{as_text(several)}"
+        f"The factor is {limits}.\nFor the time until the first steady step, the factor is {starts['start']:.2f}, or "
+        f"{starts['measured start']:.2f} with runs of the same step.\n\n## Several GPUs\n\n{as_text(several)}"
     )
     print(text, end="")
-    if asked.write:
-        FACTS.write_text(facts(rows, ranges, terms), "utf-8")
+    if write:
+        FACTS.write_text(facts(rows, ranges | starts, terms), "utf-8")
         PAGE.write_text(HEAD + text, "utf-8")
 
 

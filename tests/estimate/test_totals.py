@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,14 +49,29 @@ def test_estimated_totals_agree_with_the_step(ftbench: Ftbench, tmp_path: Path, 
     _, out, _ = ftbench("estimate", spec, "--gpu", "4090", *launch, "--prices", price_file, "--hours", 10, "--json")
     time: dict[str, Any] = json.loads(out)["gpus"][0]["time"]
     assert (time["samples"], time["samples_per_step"], time["real_tokens_per_step"]) == (12_000, 8 * gpus, 4000 * gpus)
+    start, step, steps = time["start_s"], time["step_s"], 12_000 / (8 * gpus)
     for end, other in (("low", "high"), ("expected", "expected"), ("high", "low")):
-        seconds, step = time["training_s"][end], time["step_s"][end]
-        assert seconds == pytest.approx(time["start_s"] + 12_000 / (8 * gpus) * step)
-        assert time["joules"][end] == pytest.approx(1500 * step * time["watts"][end])
-        left = 36_000 - time["start_s"]
-        assert time["samples_in_hours"][other] == pytest.approx(8 * gpus * left / step)
+        error = math.hypot(start[end] - start["expected"], steps * (step[end] - step["expected"]))
+        expected = start["expected"] + steps * step["expected"]
+        assert time["training_s"][end] == pytest.approx(expected - error if end == "low" else expected + error)
+        assert time["joules"][end] == pytest.approx(1500 * step[end] * time["watts"][end])
+        # `--hours` asks the opposite: the range of the time for these samples ends at about ten hours.
+        seconds = 36_000 - start["expected"]
+        in_time = time["samples_in_hours"][other] / (8 * gpus)
+        assert in_time == pytest.approx(seconds / step[end], rel=1e-3)
     price = gpus * hourly(prices, time["watts"]["expected"])
     assert time["cost"]["value"] == pytest.approx(price * time["training_s"]["expected"] / 3600)
+
+
+def test_the_range_of_a_short_training_is_that_of_its_start(ftbench: Ftbench, tmp_path: Path) -> None:
+    spec, _ = files(tmp_path, RENTED)
+    _, out, _ = ftbench("estimate", spec, "--gpu", "H200 SXM", "--samples", 8, "--hours", "0.001", "--json")
+    time = json.loads(out)["gpus"][0]["time"]
+    start, whole = time["start_s"], time["training_s"]
+    assert start["expected"] > 5 * time["step_s"]["expected"]
+    assert whole["high"] - whole["expected"] == pytest.approx(start["high"] - start["expected"], rel=0.02)
+    assert whole["expected"] - whole["low"] == pytest.approx(start["expected"] - start["low"], rel=0.02)
+    assert time["samples_in_hours"] == {"low": 0, "expected": 0, "high": 0}  # 3.6 s are less than the shortest start
 
 
 def test_recommended_costs_are_those_of_all_gpus(ftbench: Ftbench, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from ftbench.errors import FtbenchError
 from ftbench.estimate.gpus import capacity, machine_gpu
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.memory.largest_batch import MemoryCache
-from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
+from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import RunHistory
+from ftbench.estimate.workload.batches import epochs_samples
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import first_gpu
 

@@ -10,7 +10,8 @@ from ftbench.core.table import folded, text_table
 from ftbench.core.units import JOULES_PER_KWH, gibibytes
 from ftbench.estimate.gpus import RESERVE
 from ftbench.estimate.memory.estimate import HOST, VERDICTS, Band, MemoryEstimate
-from ftbench.estimate.time.duration import MEASURED, DurationEstimate, epochs_samples
+from ftbench.estimate.time.duration import MEASURED, DurationEstimate
+from ftbench.estimate.workload.batches import epochs_samples
 from ftbench.estimate.workload.sharding import shared_how
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Amount, Prices, amount
@@ -165,7 +166,7 @@ def _time_details(time: DurationEstimate) -> list[str]:
         ("lengths", f"{time.lengths}; {units.percent(time.padding)} padding"),
         *([("", "so these times are upper bounds. A short run on this data measures the real lengths")]
           if time.upper_bound else []),
-        ("start", f"{units.seconds(time.start_s)} to the first steady step; the first step takes "
+        ("start", f"{_band(time.start_s, units.seconds)} to the first steady step; the first step takes "
                   f"{units.seconds(time.first_s)} longer than a steady one"),
         ("power", f"{time.watts.expected:.0f} W of {each} GPU ({time.watts_source})"),
     ])]  # fmt: skip

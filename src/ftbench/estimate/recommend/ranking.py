@@ -14,10 +14,10 @@ from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.estimate.memory.largest_batch import MemoryCache, with_batch
 from ftbench.estimate.recommend.candidates import ADAPTERS, Candidate, launches, variants
-from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
+from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.rates import limits_of
-from ftbench.estimate.workload.batches import batches_of, per_step
+from ftbench.estimate.workload.batches import batches_of, epochs_samples, per_step
 from ftbench.estimate.workload.sharding import on_gpus, shared_how
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities

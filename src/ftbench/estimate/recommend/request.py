@@ -18,8 +18,8 @@ from ftbench.estimate.recommend.ranking import (
     samples_per_step,
 )
 from ftbench.estimate.recommend.spec_file import command_on, run_command
-from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.history import RunHistory
+from ftbench.estimate.workload.batches import epochs_samples
 from ftbench.estimate.workload.sharding import counts
 from ftbench.spec.base import known, shortened
 from ftbench.spec.datasets import Dataset

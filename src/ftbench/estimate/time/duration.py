@@ -79,7 +79,7 @@ class DurationEstimate:
     samples: float
     tokens: float
     padding: float
-    start_s: float
+    start_s: Band
     first_s: float
     watts: Band
     watts_source: str
@@ -94,9 +94,12 @@ class DurationEstimate:
     host_runs: int = 0
 
     def seconds_for(self, samples: float) -> Band:
-        """Return the wall time in seconds for this number of samples, including the start of the run."""
-        steps, step = samples / self.samples, self.step_s
-        return Band(*(self.start_s + steps * each for each in (step.low, step.expected, step.high)))
+        """Return the wall time of a run in seconds. The errors of its start and of its steps are independent."""
+        steps, step, start = samples / self.samples, self.step_s, self.start_s
+        seconds = start.expected + steps * step.expected
+        less = math.hypot(start.expected - start.low, steps * (step.expected - step.low))
+        more = math.hypot(start.high - start.expected, steps * (step.high - step.expected))
+        return Band(seconds - less, seconds, seconds + more)
 
     def training_s(self, samples: float) -> Band:
         """Return the time of the training loop for this number of samples in seconds, without imports and loading."""
@@ -105,8 +108,11 @@ class DurationEstimate:
 
     def samples_in(self, seconds: float) -> Band:
         """Return the number of samples that a run trains in this time. The time includes the start of the run."""
-        left, step = self.samples * max(0.0, seconds - self.start_s), self.step_s
-        return Band(left / step.high, left / step.expected, left / step.low)
+        step, start, rate = self.step_s, self.start_s, self.samples / self.step_s.expected
+        left = max(0.0, seconds - start.expected)
+        less = math.hypot(start.high - start.expected, left * (1 - step.expected / step.high))
+        more = math.hypot(start.expected - start.low, left * (step.expected / step.low - 1))
+        return Band(max(0.0, left - less) * rate, left * rate, (left + more) * rate if seconds > start.low else 0.0)
 
     @property
     def tokens_per_s(self) -> float:
@@ -263,15 +269,16 @@ def _judged(
     return modelled, SHEET, f"{limits.source}, and formulas fitted to runs on {', '.join(learned)}"
 
 
-def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) -> tuple[float, float]:
+def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) -> tuple[Band, float]:
     """Return the seconds until the first steady step, and the additional seconds of the first step."""
     first = _FIRST_COMPILED_S if spec.optimizations.compile else _FIRST_S
     if spec.method.name == "unsloth":
         first = _FIRST_OSS_S if shape.model.family == "gpt_oss" else _FIRST_UNSLOTH_S * len(shape.model.layers)
-    measured = [run.start_s for run in same if run.start_s is not None]
-    if measured:
-        return statistics.median(measured), first
-    return _IMPORT_S + 2 * shape.model.total / _LOAD_BYTES_S + first, first
+    seconds, basis = _IMPORT_S + 2 * shape.model.total / _LOAD_BYTES_S + first, "start"
+    if measured := [run.start_s for run in same if run.start_s is not None]:
+        seconds, basis = statistics.median(measured), "measured start"
+    spread = float(read_facts("durations.yaml")["spread"][basis])
+    return Band(seconds / spread, seconds, seconds * spread), first
 
 
 def _watts(gpu: Gpu, same: Sequence[TimedRun], step: Step, offloaded: float) -> tuple[Band, str]:
@@ -284,13 +291,3 @@ def _watts(gpu: Gpu, same: Sequence[TimedRun], step: Step, offloaded: float) -> 
     if measured := [run.watts for run in same if run.watts]:
         expected, spread, basis = min(statistics.median(measured), gpu.watts), _WATTS_MEASURED, "measured"
     return Band(expected / spread, expected, min(expected * spread, gpu.watts)), basis
-
-
-def epochs_samples(spec: Experiment, per_step: float) -> float | None:
-    """Return the number of samples that a spec trains in total, or None if the data set's size is unknown.
-
-    `per_step` is the number of samples per optimizer step. With packed rows, `per_step` exceeds the batch size."""
-    if spec.train.max_steps is not None:
-        return spec.train.max_steps * per_step
-    samples = spec.dataset.samples
-    return None if samples is None else samples * spec.train.epochs

@@ -173,3 +173,13 @@ def _laid_out(layout: Layout, rows: npt.NDArray[np.float64], longest: float) -> 
         return np.stack([positions, samples, real, positions**2, (samples > 1) | padded, joined])
     masked = nothing if layout.unmasked else padded
     return np.stack([positions, samples // layout.sequences, real, layout.size * wide**2, masked, joined])
+
+
+def epochs_samples(spec: Experiment, per_step: float) -> float | None:
+    """Return the number of samples that a spec trains in total, or None if the data set's size is unknown.
+
+    `per_step` is the number of samples per optimizer step. With packed rows, `per_step` exceeds the batch size."""
+    if spec.train.max_steps is not None:
+        return spec.train.max_steps * per_step
+    samples = spec.dataset.samples
+    return None if samples is None else samples * spec.train.epochs
