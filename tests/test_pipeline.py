@@ -109,9 +109,9 @@ exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)
     ("launch", "family", "parts"),
     [
         (PP, "qwen3", SAVED),
-        (DDP, "qwen3", LORA),
+        exhaustive(DDP, "qwen3", LORA),
         (FSDP, "qwen3", SAVED),
-        (TP, "qwen3", LORA),
+        exhaustive(TP, "qwen3", LORA),
         exhaustive(PP, "qwen3", LORA),
         exhaustive(PP, "qwen3", FULL | AGAIN),
         (FSDP | {"micro_batches": 2}, "qwen3", FULL | TWICE),
