@@ -98,31 +98,29 @@ def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
     if strategy is None:
         strategy = "pp" if launch.get("pp") is not None else "ddp" if several else "none"
     if (name := str(strategy)).startswith("pp"):
-        takes_shards = type(launch.get("fsdp")) is int and (name == "pp" or "fsdp" in name)
-        launch |= _stages(launch, name, cast(int, launch.pop("fsdp")) if takes_shards else None)
+        launch |= _stages(launch, name)
     elif strategy == "tp+fsdp":
         launch["tp"] = launch.get("tp") or 2
     return {"strategy": strategy, **launch}
 
 
-def _stages(launch: Mapping[str, object], name: str, shards: int | None) -> dict[str, object]:
+def _stages(launch: Mapping[str, object], name: str) -> dict[str, object]:
     """Return the keys of `launch:` for pipeline parallelism: gpus, strategy, pp, tp and micro_batches.
 
     If the given strategy is only `pp`, the numbers of GPUs decide the complete strategy, such as `pp+tp` or `pp+ddp`.
-    `shards` is the number of GPUs that FSDP splits each layer over.
     """
     given = {"gpus": launch.get("gpus"), "pp": launch.get("pp"), "tp": launch.get("tp")}
     if given["gpus"] == 1 or not all(each is None or type(each) is int for each in given.values()):
         return {"strategy": name}  # other code reports this mistake later
     gpus, pp, tp = (cast(int | None, each) for each in given.values())
-    tp, one_copy = tp or (2 if "tp" in name.split("+") else 1), name in ("pp", "pp+tp") and shards is None
+    tp, one_copy = tp or (2 if "tp" in name.split("+") else 1), name in ("pp", "pp+tp")
     pp = pp or (gpus // tp if gpus and one_copy else 2)
-    gpus = gpus or pp * tp * (shards or (1 if one_copy else 2))
-    copies = shards or max(1, gpus // (pp * tp))
+    gpus = gpus or pp * tp * (1 if one_copy else 2)
+    copies = max(1, gpus // (pp * tp))
     if pp * tp * copies != gpus:
-        product = f"pp {pp}" + (f" x tp {tp}" if tp > 1 else "") + (f" x fsdp {shards}" if shards else "")
+        product = f"pp {pp}" + (f" x tp {tp}" if tp > 1 else "")
         raise ValueError(f"`gpus` is {gpus}, but {product} uses {pp * tp * copies}: set gpus to {pp * tp * copies}")
     if name == "pp":
-        name = "+".join(["pp", *["tp"] * (tp > 1), *["fsdp" if tp > 1 or shards else "ddp"] * (copies > 1)])
+        name = "+".join(["pp", *["tp"] * (tp > 1), *["fsdp" if tp > 1 else "ddp"] * (copies > 1)])
     micro_batches = launch.get("micro_batches") or 2 * pp
     return {"gpus": gpus, "strategy": name, "pp": pp, "tp": tp if tp > 1 else None, "micro_batches": micro_batches}
