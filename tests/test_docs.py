@@ -217,7 +217,7 @@ def test_the_page_on_estimates_states_the_ranges_of_the_time():
     before, after = re.findall(r"hosts \(median error ([\d.]+) %|launch-bound estimates is ([\d.]+) %", page)
     assert f"from {float(before[0]):.0f} % to {float(after[1]):.0f} %" in text
     covered = re.search(r"contain ([\d.]+) % of the runs of this model", page)
-    assert f"They contain {float(covered[1]):.0f} % of the times of these runs." in text
+    assert f"They contain {float(covered[1]):.0f} % of the times of the model that was left out." in text
     memory = (ROOT / "docs/evidence/memory-estimates.md").read_text("utf-8")
     inside = sorted(float(each) for each in re.findall(r"^\| held out .* ([\d.]+) % \|$", memory, re.MULTILINE))
     shares = " to ".join(dict.fromkeys(f"{each:.0f}" for each in (inside[0], inside[-1])))

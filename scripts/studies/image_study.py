@@ -67,21 +67,21 @@ def guide(cells: Sequence[Cell]) -> Section | None:
     words = (
         "Each row shows the combination that trains this number of images in the shortest time, including the "
         f"start. The tensors of this combination need at most {units.percent(_ROOM, 0)} of the GPU's memory. A row "
-        "also applies to GPUs with more memory, up to the next row.",
+        "also applies to GPUs with more memory, until a later row names more memory.",
         f"The founding study recommends ({published['source']}): {rules}.",
     )
     columns = {name: [str(record[name]) for record in records] for name in records[0]}
     context = {name: columns.pop(name)[0] for name in ("model", "GPU", "data") if len(set(columns[name])) == 1}
-    table = table_of(columns, text=("model", "GPU", "data", "take"), context=context)
-    return Section("image_guide", "Images: which combination, from how many steps on", table, words, records)
+    table = table_of(columns, text=("model", "GPU", "data", "combination"), context=context)
+    return Section("image_guide", "Images: fastest combination by number of images", table, words, records)
 
 
 def _chosen(workload: Sequence[str], memory: int, choice: Choice) -> dict[str, Any]:
     rate, peak = choice.cell.figure(IMAGES), choice.cell.figure(PEAK)
     return {
         "model": workload[0].rsplit("/", 1)[-1], "GPU": workload[2], "data": choice.cell.workload[2],
-        "GiB of memory": f"{memory} or more", "take": choice.cell.name,
-        "from images on": units.count(choice.images), "from steps on": units.count(choice.steps),
+        "GiB of memory": f"{memory} or more", "combination": choice.cell.name,
+        "from this image": units.count(choice.images), "from this step": units.count(choice.steps),
         "images/s": units.rate(rate), "peak GiB": units.gibibytes(peak),
     }  # fmt: skip
 

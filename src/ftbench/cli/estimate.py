@@ -67,7 +67,7 @@ def estimate(
             CLUSTER, "how GPUs share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp, pp, pp+fsdp, ...; or all"
         ),
     ] = None,
-    check: Annotated[bool, of(ADVANCED, "set the exit code: 0 fits, 1 uncertain, 2 does not fit", "--check")] = False,
+    check: Annotated[bool, of(ADVANCED, "set the exit code: 0 fits, 1 may fit, 2 does not fit", "--check")] = False,
     prices: Prices = None,
     store: Store = Path("results"),
     as_json: Json = False,

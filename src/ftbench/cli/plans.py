@@ -161,7 +161,7 @@ def parity(
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Judge whether recipes learn the same as the plain recipe in float32: losses, gradients and held-out loss."""
+    """Judge whether recipes learn the same as plain training in float32: losses, gradients and held-out loss."""
     from ftbench.sweep import parity as command
 
     request = command.ParityRequest(

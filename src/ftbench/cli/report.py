@@ -28,7 +28,7 @@ from ftbench.core import units
 @command()
 def report(
     paths: Runs,
-    answers: Annotated[bool, typer.Option("--answers", help="add other groups, energy, samples per night")] = False,
+    answers: Annotated[bool, typer.Option("--answers", help="add energy, samples per night, other groups")] = False,
     compare: Annotated[str | None, typer.Option(help="compare runs by this setting", metavar="AXIS")] = None,
     where: Annotated[
         list[str] | None, typer.Option(help="only runs with these values: method=lora, rank=8,16", metavar="KEY=VALUE")
@@ -88,7 +88,8 @@ def bundle(
     output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: runs.tar.zst")],
     force: Overwrite = False,
 ) -> None:
-    """Pack runs into one file for other people. The file does not contain weights, adapters, logs or secrets."""
+    """Pack runs into one file for other people. The file has no weights, adapters or logs,
+    and no secrets of known kinds."""
     from ftbench.store.bundle import make
 
     check_output(output, force)

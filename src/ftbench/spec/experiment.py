@@ -162,7 +162,7 @@ class Measure(OlderPart):
         False, description="parity: round the inputs of matrix products to 8 bits like fp8, and multiply in 32 bits"
     )
     control: Annotated[Literal["off", *CONTROLS], Word] = Field(  # type: ignore[valid-type]
-        "off", description="break the training on purpose; `ftbench parity` must detect this"
+        "off", description="break the training on purpose; all but the first three are controls of `ftbench parity`"
     )
 
     @property

@@ -135,7 +135,7 @@ OPTIMIZATIONS = {
         ablate_with={True: {"optimizations.compile": True}},
     ),
     "length_grouping": Optimization(
-        description="batch samples of similar length: less padding, another sample order",
+        description="batch samples of similar length: less padding, a different sample order",
         not_with_dpo=None,
         excludes={
             **dict.fromkeys(
