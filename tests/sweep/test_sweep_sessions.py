@@ -38,6 +38,12 @@ def test_a_worker_that_fails_after_its_result_has_failed(tmp_path: Path, code: i
     assert (ended["state"], ended["child_exit"]) == (state, code)
 
 
+def test_a_rank_that_is_killed_after_its_result_does_not_matter(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    rundir.write_json(run.state, rundir.running() | {"state": "ok", "rank": 1})
+    assert outcome.final_state(run, process.Exit(-9, None, False, 1.0))["state"] == "ok"
+
+
 def test_a_trial_keeps_the_accumulation_of_an_ignored_axis(ftbench, tmp_path: Path) -> None:
     spec = write_sweep(tmp_path, {"train.gradient_accumulation_steps": [2]}, launch={"mock": "oom"})
     _, out, _ = ftbench("sweep", spec, "--until-oom", "--dry-run", "--json", "--out", tmp_path / "out")

@@ -92,12 +92,9 @@ def _train(spec: Path, sets: list[str], out: Path, log_every: float, yes: bool) 
 
 def _predict(spec: Experiment, described: dict[str, Any], out: Path, yes: bool) -> None:
     """Print the prediction for a run. Ask before starting a run that is likely to fail."""
-    try:
-        from ftbench.estimate import api
-        from ftbench.store.rundir import first_gpu
-    except ImportError:
-        log("ftbench: note: no prediction: the package ftbench.estimate is not installed")
-        return
+    from ftbench.estimate import api
+    from ftbench.store.rundir import first_gpu
+
     if (problem := api.problem(spec, described, out)) is None:
         if (expected := api.expectation(spec, first_gpu(described) or None, out)) is not None:
             log(expected)

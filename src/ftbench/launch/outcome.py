@@ -49,7 +49,7 @@ def final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
         state |= {"state": ended.stop.state, "reason": f"{ended.stop.reason}{hung}"}
     elif written in (None, "running") or (written == "ok" and ended.code > 0):  # a kill after `ok` does not matter
         state |= _from_exit(run, ended)
-    if rank is not None and not behind:
+    if rank is not None and not behind and "reason" in state:
         state["reason"] = f"rank {rank}: {state['reason']}"
     state.pop("owner", None)
     return state | {"ended_at": rundir.now(), "wall_s": ended.wall_s, "child_exit": ended.code}

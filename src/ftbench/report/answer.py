@@ -123,7 +123,9 @@ def rate_of(cell: Cell) -> float:
     return cell.figure(TOKENS) or cell.figure(SAMPLES) or 0.0
 
 
-def left_out_text(ranked: Sequence[Ranking], left_out: Mapping[str, int]) -> tuple[str, dict[str, int]]:
+def left_out_text(
+    ranked: Sequence[Ranking], left_out: Mapping[str, int], full: bool = False
+) -> tuple[str, dict[str, int]]:
     """Count the runs that the answer leaves out. Return a text for the report, and {reason: number of runs}."""
     counts, faster, highest = Counter(left_out), "", rate_of(ranked[0].winner) if ranked else 0.0
     for other in ranked[1:]:
@@ -137,7 +139,7 @@ def left_out_text(ranked: Sequence[Ranking], left_out: Mapping[str, int]) -> tup
     words = [f"{count:,} {reason}" for reason, count in counts.items()]
     total = units.some(sum(counts.values()), "run")
     text = f"{total} {next(iter(counts))}" if len(words) == 1 else f"{total} ({', '.join(words)})"
-    more = " `--answers` compares other groups." if len(ranked) > 1 else ""
+    more = " `--answers` compares other groups." if len(ranked) > 1 and not full else ""
     return f"Left out: {text}.{faster}{more}", dict(counts)
 
 
@@ -147,7 +149,7 @@ def left_out_text(ranked: Sequence[Ranking], left_out: Mapping[str, int]) -> tup
 def sections(cells: Iterable[Cell], *, full: bool = False) -> list[Section]:
     """Return the sections of the answer. With `full`, each further group of comparable runs also has a section."""
     ranked, reasons = rankings(cells)
-    text, counts = left_out_text(ranked, reasons)
+    text, counts = left_out_text(ranked, reasons, full)
     if not ranked:
         return [Section(ANSWER, "Answer", None, [f"No run has a valid speed. {text}"], left_out=counts)] if text else []
     first = _section(ANSWER, ranked[0], [text] if text else [])

@@ -8,10 +8,8 @@ from typing import Any
 from ftbench.core.table import folded_command, wrapped
 from ftbench.core.units import JOULES_PER_KWH, gibibytes, seconds, some
 from ftbench.sweep.plan.base import Job, JobStatus, run_command
-from ftbench.sweep.plan.search import Search, estimator
+from ftbench.sweep.plan.search import Search
 from ftbench.sweep.sweep import Ready
-
-NO_ESTIMATOR = "no predictions: the package ftbench.estimate is not installed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +29,13 @@ class PlannedJob:
 
 def dry_run(ready: Ready) -> list[PlannedJob]:
     """Return all jobs of a plan. For `--until-oom`, return the finished trials and the next trial of each cell."""
+    from ftbench.estimate import api
+
     plan = ready.plan
     if isinstance(plan, Search):
         while plan.next(lambda job: True) is not None:
             pass
-    api = estimator()
-    predictor = api.Predictor(ready.device, ready.request.out) if api and ready.device else None
+    predictor = api.Predictor(ready.device, ready.request.out) if ready.device else None
     lines = [_planned(ready, predictor, job, status) for job, status in plan.statuses.items()]
     return lines + [PlannedJob(cell, "impossible", reason) for cell, reason in ready.impossible]
 
@@ -85,9 +84,10 @@ def _totals(pending: Sequence[PlannedJob], ready: Ready | None) -> list[str]:
     """Return the line `total: ...`, with the number of pending runs and their total time and energy."""
     lasting = [line.seconds for line in pending if line.seconds]
     energies = [line.joules for line in pending if line.joules is not None]
+    if not pending:
+        return []
     if not lasting:
         why = "no formula or run covers these cells" if ready and ready.device else "formulas need a GPU"
-        why = why if estimator() else NO_ESTIMATOR
         return ["\n" + wrapped(f"total: {some(len(pending), 'run')}; time unknown until the first run ends: {why}")]
     slots = len(ready.slots) if ready else 1
     total, joules = sum(lasting), sum(energies)

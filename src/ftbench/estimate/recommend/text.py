@@ -101,7 +101,7 @@ def _notes(answer: Recommendation) -> list[str]:
     lines += [AMD] if best.gpu.compute_capability is None else []
     lines += [LAUNCH_BOUND] if any(option.duration.bound == "host" for option in per_gpu) else []
     if without := [gpu.name for gpu in goal.gpus if gpu not in {option.gpu for option in per_gpu}]:
-        lines.append(f"no variant is possible on {units.listed(without, 5)}: --all shows the reasons")
+        lines.append(f"no variant is possible or within the limits on {units.listed(without, 5)}: see --all")
     if goal.deadline_s:
         most, own = best.duration.samples_in(goal.deadline_s), goal.spec.dataset.samples
         passes = f", {units.some(round(most.expected / own), 'pass')} over the data set" if own else ""
@@ -128,7 +128,7 @@ def _other_lengths(answer: Recommendation) -> list[str]:
     for factor, option in answer.lengths:
         at = f"at {'half' if factor < 1 else 'twice'} the mean length ({units.rate(factor * mean)} tokens)"
         if option is None:
-            texts.append(f"no variant fits {at}{where}")
+            texts.append(f"no variant meets the limits {at}{where}")
         elif _identity(option) != _identity(best):
             texts.append(f"{at} the best{where} is {variant_words(option.spec)}, batch {_batch(option.spec)}")
     return ["; ".join(texts) if texts else f"the same variant is best{where} at half and at twice the mean length"]

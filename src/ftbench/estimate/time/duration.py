@@ -112,7 +112,8 @@ class DurationEstimate:
         left = max(0.0, seconds - start.expected)
         less = math.hypot(start.high - start.expected, left * (1 - step.expected / step.high))
         more = math.hypot(start.expected - start.low, left * (step.expected / step.low - 1))
-        return Band(max(0.0, left - less) * rate, left * rate, (left + more) * rate if seconds > start.low else 0.0)
+        most = max(0.0, seconds - start.low) * step.expected / step.low
+        return Band(max(0.0, left - less) * rate, left * rate, min(left + more, most) * rate)
 
     @property
     def tokens_per_s(self) -> float:

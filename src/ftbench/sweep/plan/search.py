@@ -1,7 +1,6 @@
 """`sweep --until-oom`: search for the largest batch that fits. Each trial is an ordinary run."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -121,10 +120,12 @@ class Search(Plan):
     """The plan of `--until-oom`: for each cell, search for the largest batch that fits."""
 
     def __init__(self, cells: Iterable[SearchCell], options: Options, gpu: dict[str, Any] | None = None) -> None:
+        from ftbench.estimate import api
+
         super().__init__(options)
-        self.cells, api = list(cells), estimator()
+        self.cells = list(cells)
         for cell in self.cells:
-            cell.seed = api.first_trial(cell.spec, gpu, options.folder.parent, LARGEST_BATCH) if api else None
+            cell.seed = api.first_trial(cell.spec, gpu, options.folder.parent, LARGEST_BATCH)
             cell.stopped = bool(cell.refused)
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
@@ -211,15 +212,6 @@ class Search(Plan):
         values = cell.values | {"train.batch_size": batch}
         trial_job = job(trial, (*cell.sets, *sets), values, 1, self.options.folder, self.options.gpu)
         return replace(trial_job, without_batch=identity.fingerprint_without_batch(spec, self.options.gpu))
-
-
-def estimator() -> Any | None:
-    """Return the module `ftbench.estimate.api`. Return None if the estimator is not installed."""
-    with suppress(ImportError):
-        from ftbench.estimate import api
-
-        return api
-    return None
 
 
 def trial_of(job: Job, status: JobStatus) -> Trial:
