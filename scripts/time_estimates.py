@@ -185,7 +185,7 @@ def spreads(rows: Sequence[LeftOut]) -> dict[str, float]:
 
 
 def start_spreads(rows: Sequence[LeftOut]) -> dict[str, float]:
-    """Return the factors of a run's start: as estimated, and as in other runs of the same step."""
+    """Return the factors that contain 90 % of the starts: of the estimate, and of other runs of the same step."""
     own, alike = [], []
     for group in grouped_by((row for row in rows if row.run.start_s), lambda row: same_step(row.run)).values():
         starts = [math.log(row.run.start_s) for row in group]

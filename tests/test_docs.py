@@ -213,6 +213,7 @@ def test_the_page_on_estimates_states_the_ranges_of_the_time():
     assert f"5 % (`measured`), {formula} (`formula`) and {sheet} (`data sheet`)" in text
     assert "a factor of {:.1f} (`formula`) or {:.1f} (`data sheet`)".format(*host) in text
     assert "factors are {:.1f} and {:.1f}.".format(*known) in text
+    assert "range is from {:.1f} to {:.1f} times".format(1 / slower["start"], slower["start"]) in text
     page = (ROOT / "docs/evidence/time-estimates.md").read_text("utf-8")
     before, after = re.findall(r"hosts \(median error ([\d.]+) %|launch-bound estimates is ([\d.]+) %", page)
     assert f"from {float(before[0]):.0f} % to {float(after[1]):.0f} %" in text

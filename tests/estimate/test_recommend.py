@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -291,6 +292,12 @@ def test_offloaded_weights_are_named_with_their_host_memory():
     assert answer.options[0].memory.host > 400
     assert "\nhost memory: about 4" in as_text(answer)
     assert "host memory" not in as_text(ask("RTX 4090"))
+
+
+def test_lengths_that_only_miss_the_deadline_are_not_said_to_not_fit():
+    answer = ask()
+    late = replace(answer, lengths=((0.5, None),))
+    assert "no variant meets the limits at half the mean length" in " ".join(as_text(late).split())
 
 
 def test_without_a_deadline_the_text_does_not_mention_it():

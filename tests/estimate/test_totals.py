@@ -55,10 +55,8 @@ def test_estimated_totals_agree_with_the_step(ftbench: Ftbench, tmp_path: Path, 
         expected = start["expected"] + steps * step["expected"]
         assert time["training_s"][end] == pytest.approx(expected - error if end == "low" else expected + error)
         assert time["joules"][end] == pytest.approx(1500 * step[end] * time["watts"][end])
-        # `--hours` asks the opposite: the range of the time for these samples ends at about ten hours.
-        seconds = 36_000 - start["expected"]
-        in_time = time["samples_in_hours"][other] / (8 * gpus)
-        assert in_time == pytest.approx(seconds / step[end], rel=1e-3)
+        in_ten_hours = time["samples_in_hours"][other] / (8 * gpus)  # the error of the start hardly matters here
+        assert in_ten_hours == pytest.approx((36_000 - start["expected"]) / step[end], rel=1e-3)
     price = gpus * hourly(prices, time["watts"]["expected"])
     assert time["cost"]["value"] == pytest.approx(price * time["training_s"]["expected"] / 3600)
 
@@ -72,6 +70,9 @@ def test_the_range_of_a_short_training_is_that_of_its_start(ftbench: Ftbench, tm
     assert whole["high"] - whole["expected"] == pytest.approx(start["high"] - start["expected"], rel=0.02)
     assert whole["expected"] - whole["low"] == pytest.approx(start["expected"] - start["low"], rel=0.02)
     assert time["samples_in_hours"] == {"low": 0, "expected": 0, "high": 0}  # 3.6 s are less than the shortest start
+    hours = (start["low"] + time["step_s"]["low"]) / 3600  # enough for one step
+    _, out, _ = ftbench("estimate", spec, "--gpu", "H200 SXM", "--hours", hours, "--json")
+    assert json.loads(out)["gpus"][0]["time"]["samples_in_hours"]["high"] == pytest.approx(8)
 
 
 def test_recommended_costs_are_those_of_all_gpus(ftbench: Ftbench, tmp_path: Path) -> None:

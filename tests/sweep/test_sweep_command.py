@@ -261,6 +261,7 @@ def test_commands_of_a_dry_run_make_the_runs_of_the_sweep(tmp_path):
     assert (night.code, night.content(), night.superseded()) == (0, before, [])
     assert night.told() == ["ok", "ok", "oom", "oom"]
     after = json.loads(ftbench(*arguments, "--dry-run", "--json").stdout)
+    assert "total:" not in ftbench(*arguments, "--dry-run").stdout
     assert [line["state"] for line in after] == ["ok", "oom"] * 2
 
 
