@@ -12,10 +12,11 @@ import pytest
 
 from tritons import DEVICE, module, torch
 
-adamw, adapted_swiglu, delayed_cast, rms_norm, rotary, sink_attention, swiglu = (
+adamw, adapted_swiglu, delayed_cast, four_bit_weights, rms_norm, rotary, sink_attention, swiglu = (
     module(f"kernels.{name}")
-    for name in ("adamw", "adapted_swiglu", "delayed_cast", "rms_norm", "rotary", "sink_attention", "swiglu")
-)
+    for name in ("adamw", "adapted_swiglu", "delayed_cast", "four_bit_weights", "rms_norm", "rotary", "sink_attention",
+                 "swiglu")
+)  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
@@ -45,6 +46,30 @@ def check(ours, plain, *given, dtype):
         assert one.dtype == dtype
         assert one.shape == other.shape
         assert (one.double() - other).norm() <= 4 * torch.finfo(dtype).eps * other.norm()
+
+
+@each_dtype
+@pytest.mark.parametrize("double", [True, False], ids=["double quantization", "scales in 32 bits"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_a_dequantized_matrix_equals_that_of_bitsandbytes(kind, double, dtype):
+    nn = pytest.importorskip("bitsandbytes").nn
+    options = {"requires_grad": False, "quant_type": kind, "compress_statistics": double}
+    weights = [nn.Params4bit(drawn(rows, 192, dtype=dtype), **options).to(DEVICE) for rows in (96, 1100)]
+    expected = torch.cat(
+        [sys.modules["bitsandbytes"].functional.dequantize_4bit(w.data, w.quant_state) for w in weights]
+    )
+    stored = [four_bit_weights.stored(weight) for weight in weights]
+    a, b = drawn(7, 192, dtype=dtype), drawn(1196, 7, dtype=dtype)
+    wide = four_bit_weights.augmented_weight(a, b, [*stored[0], *stored[1]], len(stored[0]), None)
+    rounding = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0}  # Triton's interpreter truncates to 16 bits
+    torch.testing.assert_close(wide[:1196, :192], expected, **rounding)
+    assert torch.equal(wide[1196:, :192], a)
+    assert torch.equal(wide[:1196, 192:], b)
+    assert not wide[1196:, 192:].any()
+    made = torch.full((96, 256), torch.nan, dtype=dtype, device=DEVICE)
+    four_bit_weights.by_triton(made[:, :192], *stored[0])
+    torch.testing.assert_close(made[:, :192], expected[:96], **rounding)
+    assert made[:, 192:].isnan().all()
 
 
 @each_dtype

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from conftest import spec_of
 from ftbench.kernels.adapter_products import AdaptersOnly, Augmented
 from ftbench.kernels.expert_products import GroupedExperts
+from ftbench.kernels.four_bit_weights import stored
 from ftbench.kernels.small_products import GRADIENT
 from ftbench.spec.methods import PROJECTIONS
 from ftbench.store.rundir import read_json
@@ -240,10 +241,11 @@ def losses(run) -> list[float]:
     return [step.loss for step in read_steps(run.steps)[0] if step.phase == "train"]
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_run_learns_and_saves_the_same_adapter(train_here, method):
+@pytest.mark.parametrize("upcast", [None, True, False], ids=["lora", "qlora", "qlora without upcast"])
+def test_run_learns_and_saves_the_same_adapter(train_here, upcast):
     # SGD, whose steps are as near to each other as the gradients; Adam's go either way where one is nearly zero.
-    given = {"dataset": {"samples": 6}, "method": {"name": method}, "measure": {"save_adapter": True},
+    method = {"name": "lora"} if upcast is None else {"name": "qlora", "upcast": upcast}
+    given = {"dataset": {"samples": 6}, "method": method, "measure": {"save_adapter": True},
              "train": {"optimizer": "sgd", "learning_rate": 0.5}}  # fmt: skip
     plain = train_here(**given)
     ours = train_here(**given, optimizations={"fused_lora": True, "chunked_loss": True, "gradient_checkpointing": True})
@@ -254,6 +256,32 @@ def test_run_learns_and_saves_the_same_adapter(train_here, method):
     for name, value in expected.items():
         rounding = 2 * torch.finfo(value.dtype).eps + 64 * torch.finfo(torch.float32).eps  # of values, and of sums
         assert (saved[name] - value).abs().max() <= 2 * rounding * value.abs().max()
+
+
+@pytest.mark.parametrize("quantised", [{}, {"quant_type": "fp4", "double_quant": False}], ids=["nf4", "fp4"])
+def test_4_bit_layers_are_dequantized_for_each_product(train_here, monkeypatch, quantised):
+    given = {
+        "method": {"name": "qlora", "upcast": False, **quantised},
+        "train": {"optimizer": "sgd", "learning_rate": 0.5},
+    }
+    plain, groups, group = train_here(**given), [], fused_lora._group
+    monkeypatch.setattr(fused_lora, "_group", lambda *given: groups.append(group(*given)) or groups[-1])
+    ours = train_here(**given, optimizations={"fused_lora": True, "chunked_loss": True})
+    assert {type(each) for each in groups} == {fused_lora.FourBitGroup}
+    assert losses(ours) == pytest.approx(losses(plain), rel=2e-4)
+
+
+def test_compiled_layers_do_not_keep_the_dequantized_matrix():
+    from bitsandbytes.nn import Params4bit
+
+    weight = Params4bit(torch.randn(256, 192), requires_grad=False, quant_type="nf4").to("cpu")
+    a, b, x = (torch.randn(shape, requires_grad=True) for shape in ((64, 192), (256, 64), (8, 192)))
+    parts = (a.detach(), b.detach(), *stored(weight))
+    saved: list[int] = []
+    torch._dynamo.reset()
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: saved.append(kept.numel()) or kept, lambda kept: kept):
+        torch.compile(lambda: Augmented.apply(x, len(parts), *parts, [1.0], a, b), backend="aot_eager")()
+    assert max(saved) == 256 * 192 // 2  # the packed weight
 
 
 REFUSED = [
@@ -460,7 +488,7 @@ def test_compiled_evaluation_equals_eager(form, layers):
     scales, x = [2.0] * layers, random(8, 32)
     if form == "augmented":
         weight = random(16 * layers + 4 * layers, 32 + 4 * layers)
-        product, given = Augmented, (x, weight, scales, *adapters)
+        product, given = Augmented, (x, 1, weight, scales, *adapters)
     else:
         a, b = random(4 * layers, 32), random(16 * layers, 4)
         product, given = AdaptersOnly, (x, a, b, [16] * layers, scales, *adapters)

@@ -5,8 +5,8 @@ are x: (tokens, in), W_i: (out, in), A_i: (rank, in), B_i: (out, rank).
 
 `Augmented` joins base weights and adapters of all layers in one matrix: y = [x | x A'] [W | s B]' and
 dx = [dy | dy s B] [W ; A]. Here | joins columns and ; joins rows. After torch.compile, x and dy are written directly
-into the wider buffer, without a copy. `AdaptersOnly` computes only the adapters. The base layers can have any format
-(fp8, 4 bits).
+into the wider buffer, without a copy. For 4-bit layers, each pass creates the matrix (`four_bit_weights.py`).
+`AdaptersOnly` computes only the adapters. The base layers can have any format.
 
 The table counts reads and writes of activations in one Qwen3-8B layer. The hidden size is 4,096, the queries are 4,096
 wide, keys and values 1,024 each, and the MLP 12,288. One unit is tokens * 4,096 values. The seven projections read 9
@@ -30,6 +30,8 @@ Adding s * B @ A to W once per step would need fewer units. But bfloat16 would l
 from typing import Any
 
 import torch
+
+from ftbench.kernels.four_bit_weights import augmented_weight
 
 # The number of extra columns of a buffer is a multiple of 64: 64 16-bit values have 128 bytes. torch.compile pads
 # rows of other sizes (torch._inductor.config.padding_alignment_bytes) and then copies them for custom operations.
@@ -62,28 +64,31 @@ class Augmented(torch.autograd.Function):
     """Return x W' + s (x A') B' (tokens, out), followed by r zero columns. W, A and B contain the weights and adapters
     of all layers. s is the scale of LoRA. r is the sum of ranks, rounded up. x is (tokens, in) or (tokens, in + r).
 
-    `weight` (out + r, in + r) is [[W, s B], [A, 0]], where B is block diagonal. `scales_and_adapters` are all scales,
-    then A and B of each layer. A and B receive the gradients, but their values are read from `weight`. The forward pass
-    overwrites the r extra columns of x. The backward pass overwrites the r extra columns of the gradient.
+    The weight (out + r, in + r) is [[W, s B], [A, 0]], where B is block diagonal. `parts` contains `count` tensors for
+    `whole`, which returns the weight, then all scales, then A and B of each layer. A and B receive the gradients, but
+    their values are read from the weight. The forward pass overwrites the r extra columns of x. The backward pass
+    overwrites the r extra columns of the gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *scales_and_adapters: Any) -> torch.Tensor:
-        scales, *adapters = scales_and_adapters
+    def forward(ctx: Any, x: torch.Tensor, count: int, *parts: Any) -> torch.Tensor:
+        weight = whole(parts[:count])
+        scales, *adapters = parts[count:]
         width = adapters[0].shape[1]
         out, rank = weight.shape[0] + width - weight.shape[1], weight.shape[1] - width
         room = x.new_zeros(x.shape[0], rank)
         ctx.has_room = x.shape[1] > width
         wide = x if ctx.has_room else torch.cat([x, room], 1)
         fill_columns(wide, weight[out:, :width].t(), width)
-        ctx.save_for_backward(wide, weight, *adapters)
-        ctx.scales = scales
+        ctx.save_for_backward(wide, *parts[:count], *adapters)
+        ctx.scales, ctx.count = scales, count
         return torch.cat([wide @ weight[:out].t(), room], 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        wide, weight, *adapters = ctx.saved_tensors
+        wide, *parts = ctx.saved_tensors
         (dy,) = gradients
+        weight, adapters = whole(parts[: ctx.count], dy), parts[ctx.count :]
         out = sum(b.shape[0] for b in adapters[1::2])
         width = wide.shape[1] + out - weight.shape[0]
         fill_columns(dy, weight[:out, width:], out)
@@ -92,7 +97,16 @@ class Augmented(torch.autograd.Function):
         dx = dy @ weight[:, :width] if ctx.needs_input_grad[0] else None
         if dx is not None and ctx.has_room:
             dx = torch.cat([dx, dx.new_zeros(len(dx), wide.shape[1] - width)], 1)
-        return dx, None, None, *split_gradients(da, db, ctx.scales, adapters)
+        return dx, None, *[None] * ctx.count, None, *split_gradients(da, db, ctx.scales, adapters)
+
+
+def whole(parts: Any, gradient: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the weight of `Augmented`. `parts` contains this weight, or for 4-bit layers the arguments of
+    `augmented_weight`: a, b, and the tensors of each layer. A layer with double quantization has six tensors."""
+    if len(parts) == 1:
+        return parts[0]
+    a, b, *layers = parts
+    return augmented_weight(a, b, layers, 6 if layers[1].dtype == torch.uint8 else 3, gradient)
 
 
 def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 Functions with names that end in `_peak` return bytes per token. `layer.py` names the sources."""
 
 from ftbench.estimate.memory.layer import FLOAT, expert_copies, inside, kernel, norms, saved
+from ftbench.estimate.memory.weights import groups
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.families.shape import Layer
@@ -133,7 +134,10 @@ def dequantised(layer: Layer, plan: TrainingPlan) -> float:
         return float(plan.compute * layer.experts.count * matrices * layer.experts.inner * layer.hidden)
     if not plan.quantised or plan.packed_experts:
         return 0.0
-    return float(plan.compute * max((each.inputs * each.outputs for each in layer.linears), default=0))
+    sizes = [each.inputs * each.outputs for each in layer.linears]
+    if plan.fused == "augmented":  # fused_lora dequantizes the matrices of a group together
+        sizes += [(each.inputs + each.columns) * (each.outputs + each.columns) for each in groups(plan, layer)]
+    return float(plan.compute * max(sizes, default=0))
 
 
 def fp8_casts(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:

@@ -98,11 +98,14 @@ def groups(plan: TrainingPlan, layer: Layer) -> list[Group]:
 def fused(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the bytes that fused_lora needs in addition to the weights and adapters.
 
-    `augmented` adds `Group.columns` rows and columns to the weight of each group, for the adapters. `separate` stores
-    three tensors per group: all A matrices, all B matrices, and the B matrices as one block-diagonal matrix."""
+    `augmented` adds `Group.columns` rows and columns to the weight of each group, for the adapters. With 4-bit weights,
+    these rows and columns are two other tensors. `separate` stores three tensors per group: all A matrices, all B
+    matrices, and the B matrices as one block-diagonal matrix."""
     if plan.fused == "off":
         return 0.0
     every = [(count, group) for layer, count in model.kinds for group in groups(plan, layer)]
+    if plan.fused == "augmented" and plan.quantised and not plan.mxfp4:
+        return float(plan.compute * sum(count * each.columns * (each.inputs + each.outputs) for count, each in every))
     if plan.fused == "augmented":
         more = sum(count * ((each.outputs + each.columns) * (each.inputs + each.columns) - each.outputs * each.inputs)
                    for count, each in every)  # fmt: skip

@@ -18,8 +18,10 @@ from ftbench.estimate.time.work import StepWork, step_work
 from ftbench.estimate.workload.batches import Batch, concatenates, mean_batch
 from ftbench.estimate.workload.lengths import Lengths, lengths_of
 from ftbench.estimate.workload.model import TrainableShape, check_modelled, shape_of, trainable_shape
+from ftbench.estimate.workload.plan import fused
 from ftbench.estimate.workload.sharding import sharding_of
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import Qlora
 from ftbench.store import machine, rundir
 from ftbench.store.rundir import RunDir
 
@@ -177,9 +179,13 @@ def recorded_spec(run: RunDir) -> Experiment | None:
 
 
 def is_outdated(run: RunDir, spec: Experiment) -> bool:
-    """Return whether a run used older code for ZeRO-3 with checkpointing, which prefetched nothing or too much."""
-    late = spec.launch.strategy == "zero3" and spec.optimizations.gradient_checkpointing
-    return bool(late) and "layers_ahead" not in rundir.read_json(run.applied).get("parallel", {})
+    """Return whether a run used older code. With checkpointing, ZeRO-3 prefetched nothing or too much. fused_lora
+    computed the adapters of 4-bit layers separately."""
+    if spec.launch.strategy == "zero3" and spec.optimizations.gradient_checkpointing:
+        return "layers_ahead" not in rundir.read_json(run.applied).get("parallel", {})
+    if isinstance(spec.method, Qlora) and not spec.method.mxfp4 and fused(spec) == "augmented":
+        return "FourBitGroup" not in rundir.read_json(run.applied).get("model", {}).get("modules", {})
+    return False
 
 
 def timed_runs(

@@ -196,12 +196,13 @@ def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
 def fused(spec: Experiment) -> Fused:
     """Return how fused_lora computes adapters: `augmented` (extra rows and columns of weights), `separate`, or `off`.
 
-    `augmented` needs unquantized base weights in the compute dtype on the GPU."""
+    `augmented` needs base weights in the compute dtype or in 4 bits on the GPU, and no upcast."""
     if not (on := spec.optimizations).fused_lora:
         return "off"
-    separate = on.fp8 != "off" or on.weight_offload or (spec.method.quantised and not spec.method.mxfp4)
-    separate |= spec.launch.sharded
     products = "bfloat16" if spec.train.precision == "bf16" else "float32"
+    separate = on.fp8 != "off" or on.weight_offload or spec.launch.sharded
+    if isinstance(method := spec.method, Qlora) and not method.mxfp4:
+        separate |= method.upcast or method.compute_dtype != products
     return "separate" if separate or spec.model.dtype != products else "augmented"
 
 

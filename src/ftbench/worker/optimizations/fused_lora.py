@@ -12,6 +12,7 @@ from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
 from ftbench.kernels.adapter_products import ALIGNED, AdaptersOnly, Augmented, siblings
 from ftbench.kernels.expert_products import group_experts
+from ftbench.kernels.four_bit_weights import stored
 from ftbench.kernels.small_products import AdaptedProduct, GatedMlp
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
@@ -24,6 +25,9 @@ MOST = 32  # maximum sum of ranks in a group that uses the kernels of `kernels/a
 class AdapterGroup(torch.nn.Module):
     """Linear layers with adapters that read the same input. The first call with a new input computes the outputs of all
     layers. The group has no parameters. `refresh` copies the adapters' values from peft's modules."""
+
+    a: torch.Tensor
+    b: torch.Tensor
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__()
@@ -65,6 +69,10 @@ class AdapterGroup(torch.nn.Module):
     def refresh(self) -> None:
         raise NotImplementedError
 
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A of all layers and s * B of all layers, where s is the scale of LoRA."""
+        return self.a, self.b
+
     def adapters(self) -> Iterator[torch.Tensor]:
         for layer in self.layers:
             yield layer.lora_A[ADAPTER].weight
@@ -78,28 +86,38 @@ class AugmentedGroup(AdapterGroup):
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers)
-        bases = [layer.get_base_layer() for layer in layers]
-        self.columns = columns = -(-self.rank * len(layers) // ALIGNED) * ALIGNED
-        out = sum(self.sizes)
+        self.columns = -(-self.rank * len(layers) // ALIGNED) * ALIGNED
+        self.store([layer.get_base_layer() for layer in layers])
+
+    def store(self, bases: list[Any]) -> None:
+        """Create the matrix, and let the weights of the base layers be views of it."""
+        out, columns = sum(self.sizes), self.columns
         self.register_buffer("weight", bases[0].weight.new_zeros(out + columns, self.width + columns), persistent=False)
         for base, rows in zip(bases, self.weight[:out].split(self.sizes), strict=True):
             rows[:, : self.width].copy_(base.weight.data)
             base.weight.data = rows[:, : self.width]
 
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Return the arguments of `adapter_products.whole`."""
+        return (self.weight,)
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        out = sum(self.sizes)
+        return self.weight[out:, : self.width], self.weight[:out, self.width :]
+
     @torch.no_grad()
     def refresh(self) -> None:
-        out, start = sum(self.sizes), 0
-        for index, layer in enumerate(self.layers):
+        a, b = self.factors()
+        for index, (layer, rows) in enumerate(zip(self.layers, b.split(self.sizes), strict=True)):
             rank = slice(index * self.rank, (index + 1) * self.rank)
-            rows = slice(start, start + self.sizes[index])
-            self.weight[out:][rank, : self.width].copy_(layer.lora_A[ADAPTER].weight)
-            torch.mul(layer.lora_B[ADAPTER].weight, self.scales[index], out=self.weight[rows, self.width :][:, rank])
-            start += self.sizes[index]
+            a[rank].copy_(layer.lora_A[ADAPTER].weight)
+            torch.mul(layer.lora_B[ADAPTER].weight, self.scales[index], out=rows[:, rank])
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layers' outputs side by side, followed by `self.columns` zero columns. x is (tokens, width), or
         (tokens, width + self.columns) with extra columns that this call overwrites."""
-        return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
+        parts = self.parts()
+        return Augmented.apply(x.to(parts[0].dtype), len(parts), *parts, self.scales, *self.adapters())
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
         outputs = self.product(x.reshape(-1, self.width))
@@ -108,12 +126,25 @@ class AugmentedGroup(AdapterGroup):
         return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
 
 
+class FourBitGroup(AugmentedGroup):
+    """An AugmentedGroup of 4-bit layers. Each pass dequantizes its matrix, so only A and B are stored in 16 bits."""
+
+    def store(self, bases: list[Any]) -> None:
+        options = {"dtype": bases[0].compute_dtype, "device": bases[0].weight.device}
+        self.register_buffer("a", torch.zeros(self.columns, self.width, **options), persistent=False)
+        self.register_buffer("b", torch.zeros(sum(self.sizes), self.columns, **options), persistent=False)
+        self.stored = tuple(each for base in bases for each in stored(base.weight) or ())
+
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        return self.a, self.b, *self.stored
+
+    factors = AdapterGroup.factors
+
+
 class AdaptersOnlyGroup(AdapterGroup):
     """An AdapterGroup that computes all adapters together and adds the results to the outputs of the base layers. It
     also computes the products of 8-bit base layers together."""
 
-    a: torch.Tensor
-    b: torch.Tensor
     blocks: torch.Tensor
 
     def __init__(self, layers: list[Any], dtype: torch.dtype) -> None:
@@ -135,8 +166,7 @@ class AdaptersOnlyGroup(AdapterGroup):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layers' outputs side by side, (tokens, sum of output widths), for x: (tokens, width)."""
-        outputs: torch.Tensor = AdaptedProduct.apply(x.to(self.a.dtype), *self.operands())
-        return outputs
+        return AdaptedProduct.apply(x.to(self.a.dtype), *self.operands())
 
     def operands(self) -> tuple[Any, ...]:
         """Return the arguments of `AdaptedProduct` after x."""
@@ -165,10 +195,6 @@ class AdaptersOnlyGroup(AdapterGroup):
         outputs = joined(x).split(self.sizes, -1) if joined else [layer.get_base_layer()(x) for layer in self.layers]
         pairs = zip(outputs, added, strict=True)  # the sum has the dtype of the base layer, as in peft
         return [(base + part.view(*x.shape[:-1], -1)).to(base.dtype) for base, part in pairs]
-
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A of all layers (layers * rank, in) and s * B of all layers (out, rank). s is the scale of LoRA."""
-        return self.a, self.b
 
 
 class ShardedGroup(AdaptersOnlyGroup):
@@ -228,9 +254,14 @@ def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
     if spec.launch.sharded:
         return ShardedGroup(layers)
     products = torch.bfloat16 if spec.train.precision == "bf16" else torch.float32
-    plain = all(type(layer.get_base_layer()) is torch.nn.Linear for layer in layers)
-    if plain and not spec.optimizations.weight_offload and layers[0].get_base_layer().weight.dtype == products:
-        return AugmentedGroup(layers)
+    bases = [layer.get_base_layer() for layer in layers]
+    if not spec.optimizations.weight_offload:
+        if all(type(base) is torch.nn.Linear for base in bases) and bases[0].weight.dtype == products:
+            return AugmentedGroup(layers)
+        # with `upcast`, the inputs and outputs of 4-bit layers are float32
+        narrow = str(products).endswith(spec.model.dtype) and not getattr(spec.method, "upcast", True)
+        if narrow and all(getattr(base, "compute_dtype", None) == products and stored(base.weight) for base in bases):
+            return FourBitGroup(layers)
     return AdaptersOnlyGroup(layers, products)
 
 
