@@ -268,6 +268,8 @@ def test_4_bit_layers_are_dequantized_for_each_product(train_here, monkeypatch, 
     monkeypatch.setattr(fused_lora, "_group", lambda *given: groups.append(group(*given)) or groups[-1])
     ours = train_here(**given, optimizations={"fused_lora": True, "chunked_loss": True})
     assert {type(each) for each in groups} == {fused_lora.FourBitGroup}
+    lean = spec_of(optimizations={"fused_lora": True, "compile": "lean"}, method={"name": "qlora", "upcast": False})
+    assert type(group(list(groups[0].layers), lean)) is fused_lora.AdaptersOnlyGroup
     assert losses(ours) == pytest.approx(losses(plain), rel=2e-4)
 
 

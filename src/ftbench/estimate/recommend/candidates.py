@@ -73,7 +73,8 @@ def variants(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
 def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
     """Yield the spec with the method, optimizations, optimizer and precision of each shipped recipe. If a recipe has
     `triton_kernels: auto`, also yield it with ftbench's kernels, because auto is off on cards without measurements.
-    Also yield recipes with `precision: auto`, because old cards lack bf16.
+    Also yield recipes with `precision: auto`, because old cards lack bf16, and qlora with `compile: lean`, because it
+    needs less memory.
 
     The method options, such as the LoRA rank, come from the spec, and so does a precision other than auto. With
     `equal_lengths`, packing is off, except in recipes with a CUDA graph."""
@@ -88,13 +89,14 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
         if on.get("image_cache") and not spec.dataset.may_have_images:
             continue  # a recipe for images
         on = {**on, **unpacked} if equal_lengths and on["packing"] and on["cuda_graph"] is not True else on
-        kernels = ["auto", True] if on["triton_kernels"] == "auto" else [on["triton_kernels"]]
+        changes: list[dict[str, Any]] = [{}, {"triton_kernels": True}] if on["triton_kernels"] == "auto" else [{}]
+        changes += [{"compile": "lean", "triton_kernels": False}] if name == "qlora" and on["compile"] is True else []
         precisions = [train.get("precision", own), own] if own == "auto" else [own]  # `variants` omits duplicates
-        for triton, precision in product(kernels, precisions):
+        for change, precision in product(changes, precisions):
             yield spec.model_copy(
                 update={
                     "method": type(chosen).model_validate({**chosen.model_dump(), **method}),
-                    "optimizations": Optimizations.model_validate({**on, "triton_kernels": triton}),
+                    "optimizations": Optimizations.model_validate({**on, **change}),
                     "train": spec.train.model_copy(update={"optimizer": train["optimizer"], "precision": precision}),
                 }
             )

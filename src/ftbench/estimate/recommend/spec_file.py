@@ -107,7 +107,8 @@ def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
         of_recipe = set(_switches(_shipped()[name], spec, optimizer))
         if of_recipe and keys.get("method", {}).get("name") in (spec.method.name, None):
             differing = [f"with {word}" for word in sorted(own - of_recipe)]
-            similar.append((name, differing + [f"without {word}" for word in sorted(of_recipe - own)]))
+            lost = [word for word in sorted(of_recipe - own) if not any(each.startswith(f"{word} ") for each in own)]
+            similar.append((name, differing + [f"without {word}" for word in lost]))
     return min(similar, key=lambda pair: (len(pair[1]), pair), default=("", []))
 
 

@@ -18,10 +18,8 @@ from ftbench.estimate.time.work import StepWork, step_work
 from ftbench.estimate.workload.batches import Batch, concatenates, mean_batch
 from ftbench.estimate.workload.lengths import Lengths, lengths_of
 from ftbench.estimate.workload.model import TrainableShape, check_modelled, shape_of, trainable_shape
-from ftbench.estimate.workload.plan import fused
 from ftbench.estimate.workload.sharding import sharding_of
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.methods import Qlora
 from ftbench.store import machine, rundir
 from ftbench.store.rundir import RunDir
 
@@ -41,7 +39,7 @@ class TimedRun:
     """A successful run with its step time. `gpu` is a name in the GPU table, and `limit_w` the power limit in watts.
 
     `step_s` is the mean time of a steady step in seconds. `tokens` is the mean number of real tokens per step.
-    `start_s` is the time before the first steady step in seconds. `watts` is the mean power of one GPU. `described` is
+    `start_s` is the time in addition to steady steps, in seconds. `watts` is the mean power of one GPU. `described` is
     the `dataset` section of summary.json. If the speed is not valid, `invalid` is the reason, for example
     `contended run`."""
 
@@ -179,13 +177,9 @@ def recorded_spec(run: RunDir) -> Experiment | None:
 
 
 def is_outdated(run: RunDir, spec: Experiment) -> bool:
-    """Return whether a run used older code. With checkpointing, ZeRO-3 prefetched nothing or too much. fused_lora
-    computed the adapters of 4-bit layers separately."""
-    if spec.launch.strategy == "zero3" and spec.optimizations.gradient_checkpointing:
-        return "layers_ahead" not in rundir.read_json(run.applied).get("parallel", {})
-    if isinstance(spec.method, Qlora) and not spec.method.mxfp4 and fused(spec) == "augmented":
-        return "FourBitGroup" not in rundir.read_json(run.applied).get("model", {}).get("modules", {})
-    return False
+    """Return whether a run used older code for ZeRO-3 with checkpointing, which prefetched nothing or too much."""
+    late = spec.launch.strategy == "zero3" and spec.optimizations.gradient_checkpointing
+    return bool(late) and "layers_ahead" not in rundir.read_json(run.applied).get("parallel", {})
 
 
 def timed_runs(
@@ -212,7 +206,7 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
         watts = summary["energy"].get("mean_watts")  # of all GPUs
         return TimedRun(
             f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), seconds,
-            sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None,
+            _start(phases, summary["steps"]["warmup"] * seconds),
             watts and watts / spec.launch.gpus, summary["dataset"], _mean_batch(summary, spec, seconds),
             step_key(spec), summary["tokens_per_s"]["real"] * seconds,
             _invalid(run, summary), limited.watts if limited else None, _is_launch_bound(summary),
@@ -220,6 +214,14 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError):  # not a summary of ftbench
         return None
+
+
+def _start(phases: Mapping[str, float], warmup_s: float) -> float | None:
+    """Return the seconds of a run before its first steady step, minus `warmup_s`: the time of as many steady steps as
+    the warm-up had."""
+    if not phases.get("total"):
+        return None
+    return max(0.0, sum(phases.get(name, 0.0) for name in _STARTING) - warmup_s)
 
 
 def _model_and_cores(cpu: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -233,8 +233,7 @@ def _fused(kind: Any) -> Any:
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Group the adapted layers and replace their forward passes, and the forward passes of fused experts. Raise
-    SpecError for variants of LoRA, such as DoRA."""
+    """Replace the forward passes of adapted layers and fused experts. Raise SpecError for DoRA and similar variants."""
     group_experts(model)
     groups = []
     for layers in grouped(adapted(model)):
@@ -258,9 +257,10 @@ def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
     if not spec.optimizations.weight_offload:
         if all(type(base) is torch.nn.Linear for base in bases) and bases[0].weight.dtype == products:
             return AugmentedGroup(layers)
-        # with `upcast`, the inputs and outputs of 4-bit layers are float32
+        # `upcast` makes inputs of 4-bit layers float32, and `lean` cannot recompute inputs with extra columns
         narrow = str(products).endswith(spec.model.dtype) and not getattr(spec.method, "upcast", True)
-        if narrow and all(getattr(base, "compute_dtype", None) == products and stored(base.weight) for base in bases):
+        four_bit = (getattr(base, "compute_dtype", None) == products and stored(base.weight) for base in bases)
+        if narrow and spec.optimizations.compile != "lean" and all(four_bit):
             return FourBitGroup(layers)
     return AdaptersOnlyGroup(layers, products)
 
