@@ -81,7 +81,7 @@ KERNELS, NO_KERNELS = ({"optimizations.triton_kernels": value, **LAUNCHED} for v
         ("fastest", NO_KERNELS | {"optimizations.fp8": "tensorwise"}, "fastest-fp8"),
         ("fastest", KERNELS | {"optimizations.fp8": "tensorwise"}, "fastest-fp8 + triton kernels"),
         ("fastest", NO_KERNELS | {"optimizations.fp8": "tensorwise-delayed"}, "fastest + fp8 tensorwise-delayed"),
-        ("fastest-qlora", {"optimizations.triton_kernels": "on"}, "fastest-qlora + triton kernels"),
+        ("fastest-qlora", {"optimizations.triton_kernels": "on"}, "fastest-qlora"),
         ("plain", {"optimizations.loader_processes": "8"}, "plain"),
         ("plain", {"optimizations.packing": "on"}, "packing"),
     ],

@@ -259,18 +259,17 @@ def test_run_learns_and_saves_the_same_adapter(train_here, upcast):
 
 
 @pytest.mark.parametrize("quantised", [{}, {"quant_type": "fp4", "double_quant": False}], ids=["nf4", "fp4"])
-def test_4_bit_layers_are_dequantized_for_each_product(train_here, monkeypatch, quantised):
-    given = {
-        "method": {"name": "qlora", "upcast": False, **quantised},
-        "train": {"optimizer": "sgd", "learning_rate": 0.5},
-    }
+def test_compiled_4_bit_layers_are_dequantized_for_each_product(train_here, monkeypatch, compiler, quantised):
+    method = {"name": "qlora", "upcast": False, **quantised}
+    given = {"method": method, "train": {"optimizer": "sgd", "learning_rate": 0.5}}
     plain, groups, group = train_here(**given), [], fused_lora._group
     monkeypatch.setattr(fused_lora, "_group", lambda *given: groups.append(group(*given)) or groups[-1])
-    ours = train_here(**given, optimizations={"fused_lora": True, "chunked_loss": True})
+    ours = train_here(**given, optimizations={"fused_lora": True, "chunked_loss": True, "compile": True})
     assert {type(each) for each in groups} == {fused_lora.FourBitGroup}
-    lean = spec_of(optimizations={"fused_lora": True, "compile": "lean"}, method={"name": "qlora", "upcast": False})
-    assert type(group(list(groups[0].layers), lean)) is fused_lora.AdaptersOnlyGroup
     assert losses(ours) == pytest.approx(losses(plain), rel=2e-4)
+    for other in (False, "lean"):
+        spec = spec_of(optimizations={"fused_lora": True, "compile": other}, method=method)
+        assert type(group(list(groups[0].layers), spec)) is fused_lora.AdaptersOnlyGroup
 
 
 def test_compiled_layers_do_not_keep_the_dequantized_matrix():

@@ -196,14 +196,14 @@ def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
 def fused(spec: Experiment) -> Fused:
     """Return how fused_lora computes adapters: `augmented` (extra rows and columns of weights), `separate`, or `off`.
 
-    `augmented` needs base weights on the GPU, in the compute dtype or in 4 bits. With 4 bits, `upcast` and `compile:
-    lean` are `separate`."""
+    `augmented` needs base weights on the GPU, in the compute dtype or in 4 bits. With 4 bits, it also needs compiled
+    layers, and does not work with `upcast` and `compile: lean`."""
     if not (on := spec.optimizations).fused_lora:
         return "off"
     products = "bfloat16" if spec.train.precision == "bf16" else "float32"
     separate = on.fp8 != "off" or on.weight_offload or spec.launch.sharded
     if isinstance(method := spec.method, Qlora) and not method.mxfp4:
-        separate |= method.upcast or method.compute_dtype != products or on.compile == "lean"
+        separate |= method.upcast or method.compute_dtype != products or on.compile in (False, "lean")
     return "separate" if separate or spec.model.dtype != products else "augmented"
 
 

@@ -260,7 +260,7 @@ def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
         # `upcast` makes inputs of 4-bit layers float32, and `lean` cannot recompute inputs with extra columns
         narrow = str(products).endswith(spec.model.dtype) and not getattr(spec.method, "upcast", True)
         four_bit = (getattr(base, "compute_dtype", None) == products and stored(base.weight) for base in bases)
-        if narrow and spec.optimizations.compile != "lean" and all(four_bit):
+        if narrow and spec.optimizations.compile in (True, "dynamic") and all(four_bit):
             return FourBitGroup(layers)
     return AdaptersOnlyGroup(layers, products)
 
