@@ -514,6 +514,26 @@ def test_the_range_includes_slow_and_fast_hosts():
     assert bands[0].high > 2.4 * bands[0].expected
 
 
+@pytest.mark.parametrize(("gpu", "gbs"), [("RTX 4090", 25), ("A100 80GB", 25), ("H100 SXM5", 50), ("RTX 5090", 50)])
+def test_copies_have_the_same_rate_in_both_directions(gpu, gbs):
+    """Without a probe, both rates are those of the card's PCIe generation."""
+    limits = rates.limits_of(named(gpu), "bf16", False, None)
+    assert limits.link == limits.from_host == gbs * 1e9
+
+
+def test_start_and_steps_of_a_measured_run_add_up_to_its_time():
+    """The warm-up steps are steps too, so their time does not count as part of the start."""
+    folder, checked = study.ROOT / "results/h100/founding-images", 0
+    for run in timed_runs([folder]):
+        (path,) = (path for path in rundir.find_runs(folder) if path.path.name == run.run_id.split("/")[1])
+        summary = rundir.read_json(path.summary)
+        phases, count = summary["phases_s"], summary["steps"]
+        others = sum(phases.get(name, 0.0) for name in ("wait_for_gpu", "make_weights", "evaluate", "finish"))
+        checked += count["warmup"] > 1
+        assert (run.start_s or 0.0) + count["total"] * run.step_s == pytest.approx(phases["total"] - others)
+    assert checked > 10
+
+
 def test_runs_that_compiled_in_steady_steps_do_not_give_the_speed_of_the_host():
     gpu, folder = named("H100 SXM5"), study.ROOT / "results/h100/founding-images"
     paused = {f"llava-next-{name}/" for name in ("fixed-b1", "fixed-fp8-b1", "compile-b2", "compile-fp8-b2")}

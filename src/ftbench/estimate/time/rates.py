@@ -112,13 +112,13 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
         products_fp8 = gpu.fp8 * (rate / sheet if sheet else _PRODUCTS)
     if fp8 and products_fp8 is None:
         raise SpecError(f"{gpu.name} does not support fp8 matrix products: set optimizations.fp8 to off")
-    older = (gpu.compute_capability or (0, 0)) < _PCIE_5
+    link = _OLDER_LINK_GBS if (gpu.compute_capability or (0, 0)) < _PCIE_5 else _LINK_GBS
     return Ceilings(
         rate * 1e12,
         None if products_fp8 is None else products_fp8 * 1e12,
         probed.get("memory_gbs", gpu.bandwidth * _MEMORY * _slowed(gpu.watts / gpu.bandwidth / _WATTS_PER_GBS)) * 1e9,
-        probed.get("to_host_gbs", _LINK_GBS) * 1e9,
-        probed.get("to_device_gbs", _OLDER_LINK_GBS if older else _LINK_GBS) * 1e9,
+        probed.get("to_host_gbs", link) * 1e9,
+        probed.get("to_device_gbs", link) * 1e9,
         source,
         # without peer access, each byte goes through host memory
         (gpu.link or 0.0) * _NCCL_SHARE * (1.0 if gpu.peer_access else 0.5) * 1e9,
