@@ -1,6 +1,6 @@
 import pytest
 
-from ftbench.core.hardware import find_gpu, gpus, supports_fp8
+from ftbench.core.hardware import find_gpu, gpus
 from ftbench.errors import SpecError
 from ftbench.estimate.gpus import gpu_named
 
@@ -68,7 +68,7 @@ def test_a_row_is_plausible(gpu):
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in gpus() if gpu.compute_capability], ids=lambda gpu: gpu.name)
 def test_rows_with_an_fp8_peak_support_fp8(gpu):
-    assert (gpu.fp8 is not None) == supports_fp8(gpu.compute_capability)
+    assert (gpu.fp8 is not None) == (gpu.compute_capability >= (8, 9))
 
 
 def test_peaks_depend_on_the_precision():

@@ -133,8 +133,8 @@ def _cancel(name: str) -> str:
 
 
 def _require_accepted(folder: Path, sbatch: subprocess.Popen[str]) -> str:
-    """Return the number of the job. Raise SpecError if sbatch refused the job. Raise _AwayError if Slurm's controller
-    did not answer."""
+    """Return the number of the job. Raise SpecError if sbatch refused the job. Raise _UnreachableError if Slurm's
+    controller did not answer."""
     assert sbatch.stdout is not None
     if number := sbatch.stdout.read().strip().partition(";")[0]:
         return number

@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -37,10 +37,8 @@ def orientation(image: Any) -> int:
 class FileRows:
     """The rows of one or more data files, with the file and the line number or record number of each row."""
 
-    def __init__(
-        self, folder: Path, numbered: Iterable[tuple[Path, int, dict[str, Any]]], most: int | None = None
-    ) -> None:
-        self.folder, self._rows = folder, list(islice(numbered, most))
+    def __init__(self, folder: Path, rows: Sequence[tuple[Path, int, dict[str, Any]]]) -> None:
+        self.folder, self._rows = folder, rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -66,7 +64,7 @@ def read_file(path: Path, most: int | None = None) -> FileRows:
     """
     try:
         files = files_of(path) if path.is_dir() else [path]
-        rows = FileRows(files[0].parent, _rows(files), most)
+        rows = FileRows(files[0].parent, list(islice(_rows(files), most)))
     except OSError as error:
         raise DataError(f"{path}: {file_problem(error)}") from None
     if not len(rows):

@@ -93,21 +93,12 @@ def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
 @cache
 def canonical_name(name: str) -> str:
     """Convert the driver's name of a GPU to its name in facts/gpus.yaml. Return any other name unchanged."""
-    if any(gpu.name == name for gpu in gpus()):
-        return name
     gpu = find_gpu(name)
     return gpu.name if gpu else name
 
 
-def supports_fp8(compute_capability: tuple[int, int]) -> bool:
-    """Return whether a GPU supports FP8 matrix products: compute capability 8.9 and later (CUDA programming guide)."""
-    return compute_capability >= (8, 9)
-
-
 # ROCm reports the gfx version (gfx942, gfx950) as compute capability.
 _ROCM = {"cdna3": (9, 4), "cdna4": (9, 5)}
-
-
 MODERN = (8, 0)  # assumed for unknown GPUs: with this capability, bfloat16 is fast
 
 

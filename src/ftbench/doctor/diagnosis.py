@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ftbench.core.table import text_table
 from ftbench.doctor import checks
 from ftbench.doctor.checks import Facts, Finding
 from ftbench.errors import FtbenchError
+from ftbench.estimate import api
 from ftbench.launch import checks as launch_checks
 from ftbench.launch import process
 from ftbench.spec.experiment import Experiment, resolve
@@ -72,17 +72,14 @@ def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis
 
 def _of_spec(spec: Experiment, described: dict[str, Any], out: Path) -> list[Finding]:
     """Run the checks of `ftbench run` on a spec. Return one finding per problem, or one with the expected cost."""
-    problems, expected = list[str](), None
+    problems = list[str]()
     try:
         launch_checks.check(spec, described)
         launch_checks.check_hub(spec)
     except FtbenchError as error:
         problems += str(error).splitlines()
-    with suppress(ImportError):
-        from ftbench.estimate import api
-
-        problems += filter(None, [api.problem(spec, described, out)])
-        expected = api.expectation(spec, first_gpu(described) or None, out)
+    problems += filter(None, [api.problem(spec, described, out)])
+    expected = api.expectation(spec, first_gpu(described) or None, out)
     if problems:
         return [Finding(AREA, spec.name, "fail", problem) for problem in problems]
     works = f"{spec.method.name} of {spec.model.id} can run on this machine"

@@ -55,7 +55,6 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
         step_before_s: Median time of the steps before profiling, in seconds. Profiled steps are slower. Therefore,
             `busy_share_unprofiled` is the GPU time per step divided by `step_before_s`.
     """
-    phases = PhaseSpans(trace.phases)
     begin, end = trace.window
     busy = union(((each.begin, each.end) for each in work), begin, end)
     gaps = complement(busy, begin, end)
@@ -76,7 +75,7 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
         "covered_share": 1 - sum(group["share"] for group in groups if group["group"] == OTHER) if total else None,
         "groups": groups,
         "kernels": _kernels(work, total),
-        "phases": _phases(trace, phases, work, gaps),
+        "phases": _phases(trace, work, gaps),
         "idle": {"ms": _length(gaps), "gaps": len(gaps)},
         "communication": _communication(trace, work),
         "host_waits_ms": _host_waits(trace),
@@ -130,13 +129,10 @@ def _kernels(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _phases(
-    trace: Trace, phases: PhaseSpans, work: Iterable[DeviceWork], gaps: Iterable[tuple[float, float]]
-) -> list[dict[str, Any]]:
+def _phases(trace: Trace, work: Iterable[DeviceWork], gaps: Iterable[tuple[float, float]]) -> list[dict[str, Any]]:
     """Return for each phase, in ms: time of the training thread, time of the launched work, idle time of the GPU."""
-    cpu: dict[str, float] = defaultdict(float)
-    device: dict[str, float] = defaultdict(float)
-    idle: dict[str, float] = defaultdict(float)
+    phases = PhaseSpans(trace.phases)
+    cpu, device, idle = (defaultdict[str, float](float) for _ in range(3))
     for begin, end, name in trace.phases:
         cpu[name] += end - begin
     for each in work:

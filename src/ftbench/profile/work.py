@@ -39,7 +39,7 @@ _UNAMBIGUOUS: tuple[tuple[str, str], ...] = (
     (
         QUANTISE,
         r"k(Deq|Q)uantize(Blockwise)?\b|(de)?quantize_(blockwise|4bit|nf4)|quantize_\w*kernel|kgetColRowStats|kInt8VectorQuant|"
-        r"per_?token_(group_)?quant|fp8_quant|cast_to_fp8|scale_transpose|dequant_|act_quant|"
+        r"per_?token_(group_)?quant|fp8_quant|cast_to_fp8|scale_transpose|dequant(_|ise)|act_quant|"
         r"triton_\w*_fused\w*(_scaled_mm|float8|fp8|_abs_\w*max|_to_copy\w*_clamp)",
     ),
     (
@@ -89,11 +89,7 @@ def group_of_kernel(name: str, operators: Iterable[str] = (), phase: str | None 
         phase: Phase of the step.
         in_loss: Whether the kernel computes the loss or its gradient.
     """
-    if (group := _first(_UNAMBIGUOUS, name)) is not None:
-        return group
-    callers = _groups(operators)
-    group_by_caller = NORM if _search(_PLAIN, name) else next(iter(callers), OTHER)
-    return _part(callers, phase, in_loss) or group_by_caller
+    return _first(_UNAMBIGUOUS, name) or _by_caller(operators, phase, in_loss, _first(((NORM, _PLAIN),), name))
 
 
 def group_of_operator(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
@@ -101,29 +97,23 @@ def group_of_operator(name: str, operators: Iterable[str] = (), phase: str | Non
     group = _first(_OPERATORS, name)
     if group not in (None, NORM):
         return str(group)
-    return _part(_groups(operators), phase, in_loss) or group or OTHER
+    return _by_caller(operators, phase, in_loss, group or OTHER)
 
 
-def _groups(operators: Iterable[str]) -> list[str]:
-    return [group for operator in operators if (group := _first(_OPERATORS, operator)) is not None]
-
-
-def _part(callers: list[str], phase: str | None, in_loss: bool) -> str | None:
+def _by_caller(operators: Iterable[str], phase: str | None, in_loss: bool, otherwise: str | None) -> str:
+    """Return the group of ambiguous work. If its caller does not decide, return `otherwise` or, for None, the group of
+    the innermost operator."""
     if phase in _BY_PHASE:
         return _BY_PHASE[phase]
     if in_loss:
         return LOSS
-    return next((caller for caller in callers if caller in _CALLERS), None)
+    callers = [group for operator in operators if (group := _first(_OPERATORS, operator)) is not None]
+    return next((caller for caller in callers if caller in _CALLERS), otherwise) or next(iter(callers), OTHER)
 
 
 @lru_cache(maxsize=65536)
 def _first(rules: tuple[tuple[str, str], ...], name: str) -> str | None:
-    return next((group for group, pattern in rules if _search(pattern, name)), None)
-
-
-@lru_cache(maxsize=65536)
-def _search(pattern: str, name: str) -> bool:
-    return re.search(pattern, name) is not None
+    return next((group for group, pattern in rules if re.search(pattern, name)), None)
 
 
 # --- short names -----------------------------------------------------------------------------------------------------
@@ -197,7 +187,10 @@ def work_of(trace: Trace) -> list[DeviceWork]:
     """Return the work of a trace, sorted by start time: kernels and copies on a GPU, or operators on a CPU."""
     phases = PhaseSpans(trace.phases)
     loss = _loss_sequences(trace, phases)
-    return list(_on_gpu(trace, phases, loss) if trace.kernels else _on_cpu(trace, phases, loss))
+    if trace.kernels:
+        return list(_on_gpu(trace, phases, loss))
+    operators = ([span for span in spans if span.kind == "op"] for spans in trace.threads.values())
+    return sorted((work for spans in operators for work in _own_time(spans, phases, loss)), key=lambda work: work.begin)
 
 
 def _on_gpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> Iterator[DeviceWork]:
@@ -209,18 +202,9 @@ def _on_gpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> Iterator[Device
         call = calls.get(kernel.correlation or 0)
         around = list(enclosing(call))
         phase = phases.at(call.begin) if call else rows.OTHER
-        group = group_of_kernel(
-            kernel.name, (span.name for span in around), phase, any(_of_loss(span, loss) for span in around)
-        )
+        in_loss = any(span.backward and span.sequence in loss for span in around)
+        group = group_of_kernel(kernel.name, (span.name for span in around), phase, in_loss)
         yield DeviceWork(kernel.name, group, kernel.begin, kernel.end, phase)
-
-
-def _on_cpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> list[DeviceWork]:
-    intervals = [
-        work for spans in trace.threads.values()
-        for work in _own_time([span for span in spans if span.kind == "op"], phases, loss)
-    ]  # fmt: skip
-    return sorted(intervals, key=lambda work: work.begin)
 
 
 def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator[DeviceWork]:
@@ -235,9 +219,8 @@ def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator
             around = list(enclosing(span))
             phase, first = phases.at(span.begin), id(span) not in begun
             begun.add(id(span))
-            group = group_of_operator(
-                span.name, (each.name for each in around), phase, any(_of_loss(each, loss) for each in (span, *around))
-            )
+            in_loss = any(each.backward and each.sequence in loss for each in (span, *around))
+            group = group_of_operator(span.name, (each.name for each in around), phase, in_loss)
             yield DeviceWork(span.name, group, begin, until, phase, int(first))
 
     for span in spans:
@@ -265,10 +248,6 @@ def _loss_sequences(trace: Trace, phases: PhaseSpans) -> set[int]:
         span.sequence for spans in trace.threads.values() for span in spans
         if span.sequence is not None and not span.backward and phases.at(span.begin) == rows.LOSS
     }  # fmt: skip
-
-
-def _of_loss(span: Span, loss: set[int]) -> bool:
-    return span.backward and span.sequence in loss
 
 
 def union(intervals: Iterable[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:

@@ -75,8 +75,6 @@ DATASETS: dict[str, Source] = {
     ),
 }  # fmt: skip
 Side = Annotated[Int, Field(ge=8, le=16_384)]
-
-
 HUB, _MADE = "owner/name", ("synthetic", "images")
 _ONLY_FOR = {  # {key: datasets that support the key}
     **dict.fromkeys(("format", "columns"), ("file", HUB)), **dict.fromkeys(("subset", "split"), (HUB,)),

@@ -121,8 +121,6 @@ CONTROLS = {
 DAMAGED, RECORDED = "a control", "recorded for a parity check"  # first words of the warnings of such runs
 GRADED = tuple(CONTROLS)[2:]  # the controls that `ftbench parity --controls all` runs
 OF_ADAPTERS = (*(name for name in GRADED if name.startswith("lora_")), "frozen_weights_noise")
-
-
 STEPS_BEFORE_PROFILE = 6  # the first ones load kernels and compile; the last three are timed
 
 

@@ -141,17 +141,6 @@ def _of_verl(spec: Experiment, who: str) -> Iterator[str]:
 _OF: dict[str, Callable[[Experiment, str], Iterable[str]]] = {"megatron": _of_megatron, "verl": _of_verl}
 
 
-def packs(spec: Experiment) -> bool:
-    """Return whether the framework packs several samples into a row (only with `launch.settings: best`).
-
-    Packing needs flash_attention_2, which separates the samples of a row. With other kernels, packing is slower than
-    padding. LLaMA-Factory does not pack, because ftbench passes samples that are already tokenized.
-    """
-    launch = spec.launch
-    flash = spec.optimizations.attention == "flash_attention_2"
-    return launch.settings == "best" and flash and launch.framework != "llamafactory"
-
-
 def needs(spec: Experiment, on_gpu: bool) -> dict[str, str]:
     """Return the packages that a spec needs in addition to the framework: {package: reason}."""
     wanted = {"nvidia-ml-py": "recording on a GPU"} if on_gpu else {}

@@ -30,8 +30,9 @@ _IGNORED = {  # keys that do not change the result
 def _relevant(spec: Experiment) -> dict[str, Any]:
     """Return the keys of a spec that change the result, with their values.
 
-    A path is replaced by the file's name and hash, because paths differ between machines. Defaults are left out:
-    otherwise each key that a new version adds would change the hash of old experiments."""
+    A path is replaced by the file's name and hash, because paths differ between machines. For a model directory, the
+    tokenizer files and the first weights file are also hashed. Defaults are left out: otherwise each key that a new
+    version adds would change the hash of old experiments."""
     values: dict[str, Any] = {
         name: getattr(spec, name).model_dump(mode="json", exclude=_IGNORED.get(name), exclude_defaults=True)
         for name in type(spec).model_fields
@@ -46,7 +47,9 @@ def _relevant(spec: Experiment) -> dict[str, Any]:
         if path := values[part].get("path"):
             values[part]["path"] = _content(Path(path))
     if spec.model.path and spec.model.weights == "pretrained":
-        values["model"]["path"] += _model_files(Path(spec.model.path))
+        folder = Path(spec.model.path)
+        files = (*map(folder.joinpath, _TOKENIZER), *sorted(folder.glob("*.safetensors"))[:1])
+        values["model"]["path"] += [part for file in files for part in _content(file)[1:]]
     if spec.dataset.path:
         with suppress(DataError, OSError, ValueError):  # not a folder with data files
             values["dataset"]["path"] += [part for file in files_of(Path(spec.dataset.path)) for part in _content(file)]
@@ -66,12 +69,6 @@ def _content(path: Path) -> list[str | int]:
             status = file.stat()
             return [path.name, status.st_size, _hash(file, status.st_size, status.st_mtime_ns)]
     return [path.name]
-
-
-def _model_files(path: Path) -> list[str | int]:
-    """Return the size and hash of each tokenizer file and of the first weights file in a model directory."""
-    files = (*map(path.joinpath, _TOKENIZER), *sorted(path.glob("*.safetensors"))[:1])
-    return [part for file in files for part in _content(file)[1:]]
 
 
 @lru_cache(maxsize=64)  # called for each cell of a sweep

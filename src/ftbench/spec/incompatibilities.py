@@ -20,7 +20,15 @@ def incompatibilities(spec: Experiment) -> list[str]:
     """Return an error message for each combination of settings that does not work on any machine."""
     problems = [*spec.method.incompatibilities(spec), *spec.objective.incompatibilities(spec)]
     for name in switched_on(spec.optimizations):
-        problems += _of_optimization(spec, name)
+        optimization = OPTIMIZATIONS[name]
+        if spec.method.name == "unsloth" and optimization.not_with_unsloth:
+            problems.append(f"optimizations.{name} with method unsloth: {optimization.not_with_unsloth}")
+        problems += dict.fromkeys(why for key, why in optimization.excludes.items() if attrgetter(key)(spec) not in OFF)
+        if optimization.needs_images and not spec.dataset.may_have_images:
+            problems.append(
+                f"optimizations.{name} needs images and dataset {spec.dataset.name} has none: set it to off"
+            )
+        problems += optimization.incompatibilities(spec)
     train, strategy = spec.train, spec.launch.strategy
     if train.warmup_steps and train.lr_scheduler == "constant":
         problems.append("train.lr_scheduler constant ignores train.warmup_steps: set it to constant_with_warmup")
@@ -31,16 +39,6 @@ def incompatibilities(spec: Experiment) -> list[str]:
     if spec.dataset.has_images and not reads_images(spec.model):
         problems.append(f"dataset: {spec.dataset.name} has images and {spec.model.id} is text-only: use another model")
     return problems + _of_profile(spec) + frameworks.incompatibilities(spec) + strategies.incompatibilities(spec)
-
-
-def _of_optimization(spec: Experiment, name: str) -> list[str]:
-    optimization, problems = OPTIMIZATIONS[name], list[str]()
-    if spec.method.name == "unsloth" and optimization.not_with_unsloth:
-        problems.append(f"optimizations.{name} with method unsloth: {optimization.not_with_unsloth}")
-    problems += dict.fromkeys(why for key, why in optimization.excludes.items() if attrgetter(key)(spec) not in OFF)
-    if optimization.needs_images and not spec.dataset.may_have_images:
-        problems.append(f"optimizations.{name} needs images and dataset {spec.dataset.name} has none: set it to off")
-    return [*problems, *optimization.incompatibilities(spec)]
 
 
 def _of_profile(spec: Experiment) -> list[str]:
@@ -61,16 +59,15 @@ def _of_profile(spec: Experiment) -> list[str]:
 
 def machine_incompatibilities(spec: Experiment, capability: Capability) -> list[str]:
     """Return error messages for settings that do not work on a GPU of this compute capability (None: no GPU)."""
-    problems = [
-        *spec.method.machine_incompatibilities(spec, capability),
-        *strategies.machine_incompatibilities(spec, capability),
-    ]
+    problems = [*spec.method.machine_incompatibilities(spec, capability)]
     for name, value in switched_on(spec.optimizations).items():
         if (OPTIMIZATIONS[name].needs_gpu or value == "offload") and capability is None:
             problems.append(f"optimizations.{name}{' offload' * (value == 'offload')} needs a GPU: set it to off")
         problems += OPTIMIZATIONS[name].machine_incompatibilities(spec, capability)
     if capability is not None:
         return problems
+    if spec.launch.offload == "params" and spec.launch.strategy == "fsdp":
+        problems.append("launch.offload: params with fsdp needs a GPU: set it to none, or use zero3")
     if spec.train.optimizer.startswith("paged"):
         problems.append(f"train.optimizer {spec.train.optimizer} needs a GPU: set it to adamw_torch")
     if spec.train.precision == "fp16":
@@ -82,12 +79,34 @@ def machine_incompatibilities(spec: Experiment, capability: Capability) -> list[
 
 
 def resolve(spec: Experiment, capability: Capability) -> Experiment:
-    """Return the spec with values for this machine instead of `auto`. `capability` is None without a GPU."""
-    changes = decisions(spec, capability)
-    if not changes:
+    """Return the spec with values for this machine instead of `auto`. `capability` is None without a GPU.
+
+    Choose bfloat16 on GPUs of compute capability 8.0 or higher, and float32 elsewhere. A CPU without bfloat16
+    instructions computes bfloat16 much slower than float32."""
+    half = capability is not None and capability >= (8, 0)
+    where = "no GPU on this machine"
+    if capability is not None:
+        where = f"compute capability {'.'.join(map(str, capability))} is {'at least' if half else 'below'} 8.0"
+    made: dict[str, tuple[Any, str]] = {}
+    if spec.model.dtype == "auto":
+        made["model.dtype"] = "bfloat16" if half else "float32", where
+    if spec.train.precision == "auto":
+        made["train.precision"] = "bf16" if half else "fp32", where
+    if getattr(spec.method, "compute_dtype", None) == "auto":
+        made["method.compute_dtype"] = made.get("model.dtype", (spec.model.dtype, "like model.dtype"))
+    if spec.optimizations.triton_kernels == "auto":
+        left_out = compute.kernels_left_out(spec, capability)
+        on, off = compute.kernel_choices({key: getattr(spec.optimizations, key) for key in ("triton_kernels", "fp8")})
+        for name, value in (off if left_out else on).items():
+            if value != getattr(spec.optimizations, name):
+                made[f"optimizations.{name}"] = value, left_out or "the model family and the GPU are supported"
+    if spec.optimizations.cuda_graph == "auto":
+        left_out = compute.graph_left_out(spec, capability)
+        made["optimizations.cuda_graph"] = left_out is None, left_out or "every step has one shape"
+    if not made:
         return spec
-    decided = with_changes(spec, {key: value for key, (value, _) in changes.items()})
-    resolved = {key: {"value": value, "reason": reason} for key, (value, reason) in changes.items()}
+    decided = with_changes(spec, {key: value for key, (value, _) in made.items()})
+    resolved = {key: {"value": value, "reason": reason} for key, (value, reason) in made.items()}
     decided.__dict__["_resolved"] = {**spec.resolved, **resolved}  # not a field: == ignores it
     return decided
 
@@ -99,33 +118,6 @@ def with_changes(spec: Experiment, changes: Mapping[str, Any]) -> Experiment:
         section, _, name = key.partition(".")
         sections[section] = sections.get(section, getattr(spec, section)).model_copy(update={name: value})
     return spec.model_copy(update=sections)
-
-
-def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, str]]:
-    """Return the values that replace `auto` on this machine: {dotted key: (value, reason)}.
-
-    Choose bfloat16 on GPUs of compute capability 8.0 or higher, and float32 elsewhere. A CPU without bfloat16
-    instructions computes bfloat16 much slower than float32."""
-    half = capability is not None and capability >= (8, 0)
-    where = "no GPU on this machine"
-    if capability is not None:
-        where = f"compute capability {'.'.join(map(str, capability))} is {'at least' if half else 'below'} 8.0"
-    dtype = "bfloat16" if half else "float32"
-    made: dict[str, tuple[Any, str]] = {}
-    if spec.model.dtype == "auto":
-        made["model.dtype"] = dtype, where
-    if spec.train.precision == "auto":
-        made["train.precision"] = "bf16" if half else "fp32", where
-    if getattr(spec.method, "compute_dtype", None) == "auto":
-        made["method.compute_dtype"] = made.get("model.dtype", (spec.model.dtype, "like model.dtype"))
-    why = compute.kernels_left_out(spec, capability) or "the model family and the GPU are supported"
-    for name, value in compute.kernels_decided(spec, capability).items():
-        if value != getattr(spec.optimizations, name):
-            made[f"optimizations.{name}"] = value, why
-    if spec.optimizations.cuda_graph == "auto":
-        left_out = compute.graph_left_out(spec, capability)
-        made["optimizations.cuda_graph"] = left_out is None, left_out or "every step has one shape"
-    return made
 
 
 def unpublished(spec: Experiment, capability: Capability) -> str | None:

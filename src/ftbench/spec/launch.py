@@ -56,7 +56,19 @@ class Launch(Part):
     @model_validator(mode="before")
     @classmethod
     def _in_full(cls, values: object) -> object:
-        return _launch_in_full(values) if isinstance(values, dict) else values
+        """Set the defaults that depend on other keys. Raise ValueError if `gpus` contradicts other keys."""
+        if not isinstance(values, dict):
+            return values
+        launch = {key: None if key in _OFF and value is False else value for key, value in values.items()}
+        several = type(gpus := launch.get("gpus")) is int and gpus > 1
+        strategy = launch.get("strategy")
+        if strategy is None:
+            strategy = "pp" if launch.get("pp") is not None else "ddp" if several else "none"
+        if (name := str(strategy)).startswith("pp"):
+            launch |= _stages(launch, name)
+        elif strategy == "tp+fsdp":
+            launch["tp"] = launch.get("tp") or 2
+        return {"strategy": strategy, **launch}
 
     @property
     def gpus_of_node(self) -> int:
@@ -88,20 +100,6 @@ class Launch(Part):
         Each GPU gets one part from the front and one from the back. This gives all GPUs equal work.
         """
         return 2 * self.gpus if self.strategy == "cp" else 1
-
-
-def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
-    """Return `launch:` with defaults that depend on other keys. Raise ValueError if `gpus` contradicts other keys."""
-    launch = {key: None if key in _OFF and value is False else value for key, value in launch.items()}
-    several = type(gpus := launch.get("gpus")) is int and gpus > 1
-    strategy = launch.get("strategy")
-    if strategy is None:
-        strategy = "pp" if launch.get("pp") is not None else "ddp" if several else "none"
-    if (name := str(strategy)).startswith("pp"):
-        launch |= _stages(launch, name)
-    elif strategy == "tp+fsdp":
-        launch["tp"] = launch.get("tp") or 2
-    return {"strategy": strategy, **launch}
 
 
 def _stages(launch: Mapping[str, object], name: str) -> dict[str, object]:

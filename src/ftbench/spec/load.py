@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {"method": {"lora": METHODS["lora"], **METHOD
 PATHS = (("model", "path"), ("dataset", "path"))
 # If a later layer names another dataset, these keys are kept, because they describe the training.
 _DATASET_KEEPS = ("samples", "max_length", "seed", "eval_samples", "loss_on", "longest_first")
+_MISSING = object()
 RESOLVED = "spec.json"  # the file with the resolved spec, in the directory of a run
 # Folder of the shipped recipes. Each recipe sets the optimizer and every optimization.
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
@@ -264,9 +265,6 @@ def where_set(key: tuple[str, ...], layers: Sequence[SpecLayer]) -> str:
             return location(layer.file, key) if layer.file else layer.origin
     files = [layer.file for layer in layers if layer.file]
     return location(files[-1], key[:1]) if files else layers[0].origin
-
-
-_MISSING = object()
 
 
 def spec_keys() -> list[tuple[str, str, str]]:

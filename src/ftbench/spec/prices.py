@@ -20,8 +20,6 @@ from ftbench.spec.base import Float, Part, nearest
 from ftbench.spec.reading import in_file, location, read_yaml
 
 HOURS_PER_YEAR = 365.25 * 24
-
-
 Currency = Annotated[str, Field(pattern="^[A-Z]{3}$")]  # three letters, such as USD
 
 

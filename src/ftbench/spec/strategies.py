@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ftbench.spec.base import Capability, Experiment, Launch, Model
+from ftbench.spec.base import Experiment, Launch, Model
 from ftbench.spec.methods import EXPERTS, GPT_OSS, configuration, family
 from ftbench.spec.optimizations import switched_on
 
@@ -288,11 +288,3 @@ def _of_strategy(spec: Experiment, strategy: Strategy) -> Iterator[str]:
         yield f"launch.offload: {name} does not support {launch.offload} ({', '.join(having)}): set it to none"
     if spec.method.name == "unsloth":
         yield "method unsloth trains on one GPU: set launch.gpus to 1, or use method lora or qlora"
-
-
-def machine_incompatibilities(spec: Experiment, capability: Capability) -> list[str]:
-    """Return an error message if `launch:` needs a GPU and this machine does not have one (`capability` is None)."""
-    launch = spec.launch
-    if capability is None and launch.offload == "params" and launch.strategy == "fsdp":
-        return ["launch.offload: params with fsdp needs a GPU: set it to none, or use zero3"]
-    return []

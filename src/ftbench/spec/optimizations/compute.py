@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ftbench.core.hardware import supports_fp8
 from ftbench.spec.base import OWN_KERNELS, OWN_LOSS, Capability, Experiment, Int, Optimization, Switch, Word
 from ftbench.spec.methods import GPT_OSS, decoder_family, family
 
@@ -54,7 +53,7 @@ def _fp8(spec: Experiment) -> Iterator[str]:
 
 
 def _fp8_on_machine(spec: Experiment, capability: Capability) -> Iterator[str]:
-    if capability is None or not supports_fp8(capability):
+    if capability is None or capability < (8, 9):  # CUDA programming guide
         have = "this machine has no GPU" if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
         yield f"optimizations.fp8 needs a GPU of compute capability 8.9 or higher and {have}: set it to off"
 
@@ -144,14 +143,6 @@ def kernel_choices(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [dict(values)]
     fp8 = "tensorwise" if values["fp8"] == DELAYED else values["fp8"]
     return [{**values, "triton_kernels": True}, {**values, "triton_kernels": False, "fp8": fp8}]
-
-
-def kernels_decided(spec: Experiment, capability: Capability) -> dict[str, Any]:
-    """Return the settings that replace `triton_kernels: auto` on a GPU of this compute capability: {name: value}."""
-    if spec.optimizations.triton_kernels != "auto":
-        return {}
-    on, off = kernel_choices({name: getattr(spec.optimizations, name) for name in ("triton_kernels", "fp8")})
-    return on if kernels_left_out(spec, capability) is None else off
 
 
 def _triton_kernels(spec: Experiment) -> Iterator[str]:

@@ -133,7 +133,9 @@ class Collator:
             "position_ids": np.concatenate([np.arange(length) for length in lengths])[None],
         }
         if self._boundaries:
-            bounds = self._bounds(starts)
+            # With a fixed shape, empty samples at the end keep the number of boundaries constant.
+            missing = self._most + 1 - len(starts) if self._fixed and self._most else 0
+            bounds = np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
             # The same value for all batches, because torch.compile would recompile for a new value.
             longest = self._fixed if self._fixed and self._most is None else max(self._sample, *lengths)
             batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
@@ -151,12 +153,6 @@ class Collator:
         ids = np.full(length, self._pad, dtype=np.int64)
         cuts = range(self._sample, length, self._sample)
         return [(part, np.full_like(part, IGNORE)) for part in np.split(ids, cuts) if len(part)]
-
-    def _bounds(self, starts: np.ndarray) -> np.ndarray:
-        """Return the start of each sample and the end of the last sample. With a fixed shape, empty samples at the end
-        keep the number of boundaries constant."""
-        missing = self._most + 1 - len(starts) if self._fixed and self._most else 0
-        return np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
 
 
 def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequence[dict[str, Any]]], dict[str, Any]]:

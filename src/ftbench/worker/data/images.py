@@ -201,19 +201,10 @@ class Pixels:
         assert self._cache is not None
         return self._cache / f"{hashlib.sha256(f'{self._settings} {picture.key}'.encode()).hexdigest()}.npy"
 
-    def _pixels(self, picture: Picture) -> np.ndarray:
-        return self.process(picture) if self._cache is None else np.load(self._path(picture), mmap_mode="r")
-
     def batch(self, pictures: Sequence[Picture], rows: Mapping[str, np.ndarray], tiles: int = 0) -> dict[str, Any]:
         """Return the image inputs for a batch. `rows` are its token inputs. Pad each image to at least `tiles` tiles.
         If the batch concatenates samples and the model does not use tiles, also return new `position_ids`."""
-        batch = self._inputs(pictures, rows["input_ids"], tiles)
-        if "position_ids" in rows and not self.shape.tile:
-            batch["position_ids"] = self._positions(pictures, rows)
-        return batch
-
-    def _inputs(self, pictures: Sequence[Picture], input_ids: np.ndarray, tiles: int) -> dict[str, Any]:
-        arrays = [self._pixels(picture) for picture in pictures]
+        arrays = [np.load(self._path(each), mmap_mode="r") if self._cache else self.process(each) for each in pictures]
         if self.shape.tile:
             pixels = np.zeros((len(arrays), max(tiles, *map(len, arrays), 0), *arrays[0].shape[1:]), dtype=np.float32)
             for row, tiled in zip(pixels, arrays, strict=True):
@@ -224,7 +215,8 @@ class Pixels:
         return {
             "pixel_values": np.concatenate(arrays),
             "image_grid_thw": np.array(grids),
-            "mm_token_type_ids": (input_ids == self.token).astype(np.int64),
+            "mm_token_type_ids": (rows["input_ids"] == self.token).astype(np.int64),
+            **({"position_ids": self._positions(pictures, rows)} if "position_ids" in rows else {}),
         }
 
     def _positions(self, pictures: Sequence[Picture], rows: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -153,7 +153,10 @@ def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple
             break
         try:
             parsed = row_example(dataset, rows[index], format_name, rows.where(index))
-            images = _images(rows, index, parsed, dataset, pixels)
+            with tokens.name_errors(rows.where(index)):
+                images = None  # for a text model
+                if pixels or parsed.images:
+                    images = _require(pixels, dataset).of_sample([read(each, rows.folder) for each in parsed.images])
         except DataError:
             empty += 1
             if dataset.name == "file" or empty == len(rows):
@@ -193,14 +196,6 @@ def _check_count(spec: Experiment, rows: int, usable: int, too_long: int, cut_im
             + f": too few for {some(dataset.samples or 1, 'sample')} and {dataset.eval_samples:,} to evaluate on. "
             "Lower dataset.samples or dataset.eval_samples"
         )
-
-
-def _images(rows: Rows, index: int, parsed: Example, dataset: Dataset, pixels: Pixels | None) -> SampleImages | None:
-    """Return the images of an example, or None for a text model. Raise DataError for an unusable image."""
-    if pixels is None and not parsed.images:
-        return None
-    with tokens.name_errors(rows.where(index)):
-        return _require(pixels, dataset).of_sample([read(reference, rows.folder) for reference in parsed.images])
 
 
 def _tokenised(

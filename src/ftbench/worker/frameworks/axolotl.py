@@ -3,12 +3,9 @@
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.frameworks import packs
 from ftbench.worker.frameworks import DATA, OUTPUT, quantisation, trainer_arguments
 
 ATTENTION = {"eager": "eager_attention", "sdpa": "sdp_attention", "flash_attention_2": "flash_attention"}
-
-
 _LIGER = {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True,
           "liger_rms_norm": True, "liger_rope": True, "liger_glu_activation": True}  # fmt: skip
 # axolotl's names for transformers' arguments. None: axolotl does not have the option.
@@ -48,10 +45,11 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 def best(spec: Experiment) -> dict[str, Any]:
     """Return axolotl's best settings: fused LoRA kernels, Liger's kernels and loss, and packing without reordering.
+    Packing needs flash_attention_2, which separates the samples of a row. With other kernels, padding is faster.
     axolotl's cut cross-entropy is off, because it needs a package that is not published."""
     kernels = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), spec.method.adapters)
     packed = {"sample_packing": True, "sample_packing_sequentially": True, "pad_to_sequence_len": True}
-    return _LIGER | kernels | (packed if packs(spec) else {})
+    return _LIGER | kernels | (packed if spec.optimizations.attention == "flash_attention_2" else {})
 
 
 def _adapters(method: Any) -> dict[str, Any]:

@@ -38,7 +38,8 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 
 def best(spec: Experiment) -> dict[str, Any]:
-    """Return LLaMA-Factory's best settings: Liger's kernels and loss. For unsloth, ftbench has the method `unsloth`."""
+    """Return LLaMA-Factory's best settings: Liger's kernels and loss. For unsloth, ftbench has the method `unsloth`.
+    LLaMA-Factory does not pack, because ftbench passes samples that are already tokenized."""
     return {"enable_liger_kernel": True}
 
 

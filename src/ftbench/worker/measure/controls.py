@@ -10,7 +10,6 @@ from transformers import TrainerCallback
 
 from ftbench.errors import NotAppliedError
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.levels import trained
 
 LOST, NOISE = 0.01, 0.05  # share of gradient elements set to 0; noise in standard deviations of a weight
@@ -33,8 +32,8 @@ def apply(loop: Any, spec: Experiment) -> dict[str, Any]:
         "frozen_weights_noise": _noise,
         "positions_zero": partial(_hook, match=lambda n, m: n.endswith("rotary_emb"), change=_no_rotation),
         "attention_off": partial(_hook, match=lambda n, m: n.endswith(("self_attn", "attention")), change=_nothing),
-        "loss_over_padding": partial(_collate, change=_padding_carries_loss),
-        "prompts_not_masked": partial(_collate, change=_prompts_carry_loss),
+        "loss_over_padding": partial(_collate, change=partial(_carry_loss, mask=0)),
+        "prompts_not_masked": partial(_collate, change=partial(_carry_loss, mask=1)),
         "packed_samples_see_each_other": partial(_collate, change=_one_sample),
         "accumulation_divisor": _mean_of_means,
     }
@@ -126,14 +125,8 @@ def _collate(loop: Any, change: Callable[[dict[str, Any]], None]) -> int:
     return 1
 
 
-def _padding_carries_loss(batch: dict[str, Any]) -> None:
-    padding = batch["attention_mask"] == 0
-    batch["labels"] = torch.where(padding, batch["input_ids"], batch["labels"])
-
-
-def _prompts_carry_loss(batch: dict[str, Any]) -> None:
-    real = batch["attention_mask"] == 1
-    batch["labels"] = torch.where(real, batch["input_ids"], torch.full_like(batch["labels"], IGNORE))
+def _carry_loss(batch: dict[str, Any], mask: int) -> None:
+    batch["labels"] = torch.where(batch["attention_mask"] == mask, batch["input_ids"], batch["labels"])
 
 
 def _one_sample(batch: dict[str, Any]) -> None:

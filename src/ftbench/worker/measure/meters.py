@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 import psutil
@@ -60,9 +61,6 @@ class CudaClock:
             torch.cuda.synchronize(self._device)
         else:
             mark.synchronize()
-
-
-Clock = HostClock | CudaClock
 
 
 class CudaMemory:
@@ -125,7 +123,7 @@ def resident_gb() -> float:
 _process = psutil.Process()
 
 
-def meters(device: torch.device) -> tuple[Clock, CudaMemory | HostMemory]:
+def meters(device: torch.device) -> tuple[HostClock | CudaClock, CudaMemory | HostMemory]:
     """Return a clock and a memory meter for the device."""
     if device.type == "cuda":
         return CudaClock(device), CudaMemory(device)
@@ -139,8 +137,6 @@ THROTTLE = {
     0x02: "application_clocks", 0x04: "sw_power_cap", 0x08: "hw_slowdown", 0x10: "sync_boost",
     0x20: "sw_thermal", 0x40: "hw_thermal", 0x80: "hw_power_brake",
 }  # fmt: skip
-
-
 SHORTEST_S = 0.1  # shortest interval, because the kernel counts CPU time in ticks of 10 ms
 
 
@@ -157,15 +153,6 @@ class Sample:
     memory_gb: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """Utilization from `begin` to `end` (seconds of perf_counter), by column name of steps.csv."""
-
-    begin: float
-    end: float
-    shares: Shares
-
-
 class Sampler:
     """Reads and stores the GPU's counters and the meters in `others`. Without `nvml`, reads only `others`."""
 
@@ -175,7 +162,7 @@ class Sampler:
         busy = BusyMeter(nvml, handle) if nvml else None
         self.busy_method = busy.method if busy else None  # source of `gpu_busy`
         self._loads: dict[str, Callable[[], Shares]] = {type(m).__name__: m.read for m in (busy, *others) if m}
-        self._intervals: list[Interval] = []
+        self._intervals: list[tuple[float, float, Shares]] = []  # begin, end, utilization by column of steps.csv
         self._begin = time.perf_counter()
         self._readers: dict[str, Callable[[], Any]] = {}
         self._failures: tuple[type[Exception], ...] = (OSError,)
@@ -198,7 +185,7 @@ class Sampler:
         self._samples.append(sample)
         if sample.time - self._begin >= SHORTEST_S:
             shares = {name: share for load in self._read(self._loads).values() for name, share in load.items()}
-            self._intervals.append(Interval(self._begin, sample.time, shares))
+            self._intervals.append((self._begin, sample.time, shares))
             self._begin = sample.time
 
     def _read(self, readers: dict[str, Callable[[], Any]]) -> dict[str, Any]:
@@ -226,9 +213,10 @@ class Sampler:
         if not inside:
             return {}
         reasons = [s.throttle for s in inside if s.throttle is not None]
+        first, last = self._counter(begin), self._counter(end)
         return {
             "power_w": _mean((1.0, s.power_w) for s in inside),
-            "energy_j": self._energy(begin, end),
+            "energy_j": None if first is None or last is None else last - first,
             "sm_clock_mhz": _mean((1.0, s.sm_clock_mhz) for s in inside),
             "temperature_c": max((s.temperature_c for s in inside if s.temperature_c is not None), default=None),
             "throttle": throttle_names(reasons) if reasons else None,
@@ -241,20 +229,16 @@ class Sampler:
     def _shares(self, begin: float, end: float) -> dict[str, float | None]:
         """Return the mean utilization during a step. Each interval is weighted by its overlap with the step."""
         pairs: dict[str, list[tuple[float, float | None]]] = {name: [] for name in COLUMNS}
-        first = bisect_left(self._intervals, begin, key=lambda interval: interval.end)
-        for interval in takewhile(lambda interval: interval.begin < end, self._intervals[first:]):
-            overlap = min(end, interval.end) - max(begin, interval.begin)
-            for name, share in interval.shares.items():
+        first = bisect_left(self._intervals, begin, key=itemgetter(1))
+        for start, stop, shares in takewhile(lambda interval: interval[0] < end, self._intervals[first:]):
+            overlap = min(end, stop) - max(begin, start)
+            for name, share in shares.items():
                 pairs.setdefault(name, []).append((overlap, share))
         return {name: _mean(values) for name, values in pairs.items()}
 
-    def _energy(self, begin: float, end: float) -> float | None:
-        """Return the energy of a step in joules, interpolated between samples. Short steps get approximate values."""
-        first, last = self._counter(begin), self._counter(end)
-        return None if first is None or last is None else last - first
-
     def _counter(self, when: float) -> float | None:
-        """Return the energy counter at the time `when` by linear interpolation. Return None outside the samples."""
+        """Return the energy counter in joules at the time `when` by linear interpolation. Return None outside the
+        samples. The energy of a short step is approximate."""
         after = bisect_left(self._times, when)
         if after == 0 or after == len(self._times):
             return None

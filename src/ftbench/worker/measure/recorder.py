@@ -158,7 +158,8 @@ class Recorder:
         self._pending.append(_Pending(row, marks, tuple(on_device), values, tuple(self._parts)))
         self._mark, self._host_mark = end, now
         self.position = "data"
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -204,7 +205,8 @@ class Recorder:
             self.drain(last=True)
         self._finished = True
         self._writer.close()
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
 
     def drain(self, last: bool = False) -> None:
         """Write the steps that the device has finished, without synchronizing. Any thread can call this method. A step
@@ -287,7 +289,3 @@ class Recorder:
             for name, value in self.sampler.over(end_s - row.step_time_s, end_s).items():
                 setattr(row, name, value)
         return row
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure

@@ -25,8 +25,6 @@ _GPM = {"gpu_busy": "GRAPHICS_UTIL", "tensor_busy": "ANY_TENSOR_UTIL", "memory_b
 COLUMNS = tuple(_GPM)
 _TICKS = os.sysconf("SC_CLK_TCK")  # per second
 CHILDREN_S = 10.0  # seconds between slow searches for child processes
-
-
 Shares = dict[str, float | None]
 
 

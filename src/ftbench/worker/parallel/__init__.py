@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
-
 _MODULES = {"zero1": "zero", "zero2": "zero", "zero3": "zero", "tp+fsdp": "tp_fsdp"}  # all pp+… use pp
 
 COMPLETE = "ftbench_complete"  # attribute of a model that lacks the layers of other ranks: a copy with all layers

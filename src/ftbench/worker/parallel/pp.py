@@ -177,10 +177,7 @@ def cut(model: Any, spec: Experiment) -> Any:
 
 def _without_values(model: Any) -> Any:
     """Return a copy of a model on the meta device, which has shapes but no values."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = without_values(parameter, parameter)
-    made = copy.deepcopy(model, memo)
+    made = copy.deepcopy(model, {id(each): without_values(each, each) for each in model.parameters()})
     made.config.distributed_config = None  # saving would wait for other ranks
     return made
 
