@@ -62,10 +62,7 @@ def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> N
         SpecError: If a file is missing.
         MissingError: If the machine or the installed packages are not sufficient.
     """
-    sentences = problems(spec, described, most_nodes)
-    if sentences and not _file_problems(spec):
-        raise MissingError("\n".join(sentences))
-    check_needed(spec, sentences)
+    check_needed(spec, problems(spec, described, most_nodes))
 
 
 def problems(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> list[str]:
@@ -87,10 +84,12 @@ def capability(described: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
-    """Raise SpecError for missing files, DataError for invalid data, and MissingError for missing packages. Add the
-    problems in `others` to the SpecError."""
+    """Raise SpecError for missing files, DataError for invalid data, and MissingError for missing packages or for the
+    problems in `others`. The SpecError includes the problems in `others`."""
     if wrong := _file_problems(spec):
         raise SpecError(*wrong, *others)
+    if others:
+        raise MissingError("\n".join(others))
     check_file(spec.dataset, spec.objective.pairs)
     launcher_of(spec).check_installed(spec)
 

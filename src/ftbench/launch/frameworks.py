@@ -70,9 +70,8 @@ def check_installed(spec: Experiment) -> None:
 def _version(python: str, package: str) -> str:
     """Return the version of a package that an interpreter can import. Return an empty string if the package is missing,
     or if the interpreter does not work."""
+    command = [python, "-c", _PRINT_VERSION, package]
     try:
-        return run_program(
-            [python, "-c", _PRINT_VERSION, package], _LIMIT_S, {**os.environ, **_SWITCHES}
-        ).stdout.strip()
+        return run_program(command, _LIMIT_S, {**os.environ, **_SWITCHES}).stdout.strip()
     except OSError:
         return ""

@@ -6,7 +6,6 @@ the supervisor is killed, the kernel kills the command (parent death signal), an
 (`process.py`). This file does not import ftbench, to start fast.
 """
 
-import contextlib
 import ctypes
 import os
 import select
@@ -99,8 +98,7 @@ def exit_like(code: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has already written a core dump
     if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(os.getpid(), -code)
+    os.kill(os.getpid(), -code)
 
 
 if __name__ == "__main__":

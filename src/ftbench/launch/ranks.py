@@ -123,15 +123,12 @@ def _wait(children: Mapping[int, subprocess.Popen[bytes]], signals_pipe: int) ->
             ended[rank] = children[rank].wait(), ending
         if end is None and (ending or any(code for code, _ in ended.values())):
             end = time.monotonic() + GRACE_S
-            _send(signal.SIGTERM, [children[rank] for rank in waiting.values()])
+            for rank in waiting.values():
+                children[rank].send_signal(signal.SIGTERM)
         elif end is not None and time.monotonic() > end:
-            _send(signal.SIGKILL, [children[rank] for rank in waiting.values()])
+            for rank in waiting.values():
+                children[rank].send_signal(signal.SIGKILL)
     return ended
-
-
-def _send(number: int, children: Sequence[subprocess.Popen[bytes]]) -> None:
-    for child in children:
-        child.send_signal(number)
 
 
 def _start(

@@ -143,7 +143,7 @@ def execute(
         MissingError: If the disk is full, or if the process cannot be started.
     """
     spec = request.spec
-    try:
+    with rundir.writing(created.path):
         created.spec_yaml.write_bytes(request.source)
         resolved = {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(request.sets)}
         rundir.write_json(created.spec_json, resolved)
@@ -163,7 +163,3 @@ def execute(
         ended = process.run_child(launcher_of(spec).command(spec, created), variables, created.log, signals_pipe, watch)
         state, summarised = outcome.finish(created, ended)
         return FinishedRun(created, summarised, outcome.exit_code(state))
-    except OSError as error:
-        raise MissingError(
-            f"{created.path}: {error.strerror}; free some space, or write elsewhere with --out"
-        ) from None

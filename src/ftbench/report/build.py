@@ -57,7 +57,11 @@ def report(request: Request) -> Rendered:
     records = select.matching(collect(request.paths), request.where)
     if request.against is not None:
         return _gate(request, records, request.against)
-    prices = _prices(request, records)
+    prices = None
+    if request.prices is not None:
+        from ftbench.spec.prices import load_prices
+
+        prices = load_prices(request.prices, {record["gpu"] for record in records if isinstance(record["gpu"], str)})
     runs = runs_of(records)
     sections = _sections(request, runs, prices)
     if request.compare is not None and request.format != "html":
@@ -76,14 +80,6 @@ def _merges(request: Request) -> bool:
     if request.repeats != "auto" or request.format not in ("table", "md"):
         return request.repeats == "merge"
     return any(any(path.glob(name)) for path in request.paths for name in ("sitting.json", "*/sitting.json"))
-
-
-def _prices(request: Request, records: Sequence[Record]) -> Prices | None:
-    if request.prices is None:
-        return None
-    from ftbench.spec.prices import load_prices
-
-    return load_prices(request.prices, {record["gpu"] for record in records if isinstance(record["gpu"], str)})
 
 
 def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Rendered:

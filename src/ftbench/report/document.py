@@ -111,22 +111,18 @@ def section(
     """
     if not records:
         return None
-    settings = {_SETTINGS[name]: [_setting(record, name) for record in records] for name in _SETTINGS}
+    settings = {heading: [str(record[name]) for record in records] for name, heading in _SETTINGS.items()}
+    settings["model"] = [text.rsplit("/", 1)[-1] for text in settings["model"]]
     shared = {heading: texts[0] for heading, texts in settings.items() if len(set(texts)) == 1}
-    names = [
-        (_setting(record, "model"), str(record["name"]), str(record["gpu"]), str(record["data"])) for record in records
-    ]
+    names = [str(record["name"]) for record in records]
+    rows = list(zip(settings["model"], names, settings["GPU"], settings["data"], strict=True))
     numbers = [number_of(record) for record in records]
-    cells = ({"#": numbers} if any(numbers) else {}) | {"name": row_names(names)}
+    cells = ({"#": numbers} if any(numbers) else {}) | {"name": row_names(rows)}
     cells |= {heading: [text_of(record) for record in records] for heading, text_of in columns.items()}
     if any(_CONTENDED in str(record["state"]) for record in records):
         cells |= {"state": [str(record["state"]) for record in records]}
     cells |= {heading: texts for heading, texts in settings.items() if heading not in shared}
     return Section(key, title, table_of(cells, notes, text, shared), words, records)
-
-
-def _setting(record: Record, name: str) -> str:
-    return str(record[name]).rsplit("/", 1)[-1] if name == "model" else str(record[name])
 
 
 def formatted(name: str, text: Callable[[Any], str] = str) -> Callable[[Record], str]:

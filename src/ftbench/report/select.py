@@ -9,10 +9,9 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.errors import SpecError
-from ftbench.report.data.axes import headings
+from ftbench.report.data.axes import headings, recipe_name
 from ftbench.report.data.collect import Record, data_labels, state_of
 from ftbench.report.data.facts import spec_facts
-from ftbench.report.data.groups import recipe_name
 from ftbench.report.runs_table import CONTEXT, FIGURES, context_of
 from ftbench.spec.base import nearest, shortened
 from ftbench.store.rundir import RunDir
@@ -111,9 +110,8 @@ def _plain(name: object) -> str:
 
 
 def _unknown(record: Record, value: object) -> bool:
-    return (
-        value in (None, "") or value != value or (isinstance(value, float) and bool(record.get("contention.contended")))
-    )
+    contended = isinstance(value, float) and bool(record.get("contention.contended"))
+    return value in (None, "") or value != value or contended
 
 
 def _rank(value: object) -> tuple[bool, float, str]:

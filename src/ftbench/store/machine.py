@@ -43,8 +43,9 @@ def cpu() -> dict[str, Any]:
     """Return the `cpu` section of machine.json."""
     import psutil  # imported late: most estimates do not need it
 
+    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
-        "model": _cpu_model(),
+        "model": model.group(1) if model else platform.processor() or None,
         "cores": psutil.cpu_count(logical=False),
         "threads": len(os.sched_getaffinity(0)),
         "memory_gb": psutil.virtual_memory().total / GIB,
@@ -160,11 +161,6 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     return versions
 
 
-def _cpu_model() -> str | None:
-    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return model.group(1) if model else platform.processor() or None
-
-
 def cache_dir() -> Path:
     """Return the cache folder: FTBENCH_CACHE, or `ftbench` in the user's cache directory."""
     folder = os.environ.get("FTBENCH_CACHE")
@@ -186,10 +182,9 @@ def commit() -> str | None:
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
-        described = run_program(
-            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"], limit_s=10
-        )
+        described = run_program(command, limit_s=10)
     except OSError:
         return None
     return (described.stdout.strip() or None) if described.returncode == 0 else None

@@ -138,9 +138,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         try:
             _write_through(temporary, text)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+        except OSError:  # the disk may be full
             RunDir(path.parent).reserve.unlink(missing_ok=True)
             _write_through(temporary, text)
         os.replace(temporary, path)
@@ -176,23 +174,19 @@ def read_bytes(path: Path) -> bytes:
 def read_document(path: Path) -> tuple[dict[str, Any], str | None]:
     """Return the object in a JSON file and None, or {} and an error message. For a missing file, return {} and None."""
     try:
-        return parse_document(read_bytes(path), path), None
+        data = read_bytes(path)
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
+            raise ValueError(f"not valid JSON ({error})") from None
+        models.check(document, models.model_of(path))
+        return dict(document), None
     except FileNotFoundError:
         return {}, None
     except OSError as error:
         return {}, f"{path.name}: cannot be read ({error.strerror})"
     except ValueError as error:
         return {}, f"{path.name}: {error}"
-
-
-def parse_document(data: bytes, path: Path) -> dict[str, Any]:
-    """Parse a JSON object. Raise ValueError if the object does not fit the schema for the file name of `path`."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
-        raise ValueError(f"not valid JSON ({error})") from None
-    models.check(document, models.model_of(path))
-    return dict(document)
 
 
 def read_json(path: Path) -> dict[str, Any]:

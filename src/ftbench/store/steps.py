@@ -48,12 +48,10 @@ class StepsTail:
 
     def read(self) -> list[rows.StepRow]:
         """Return the valid rows that were completed since the last call."""
+        data = b""
         with suppress(OSError, ValueError), open_plain_file(self._path, MOST_CSV_BYTES) as file:
             file.seek(self._offset)
-            return self._rows_of(file.read())
-        return []
-
-    def _rows_of(self, data: bytes) -> list[rows.StepRow]:
+            data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         text = whole.decode("utf-8", errors="replace")

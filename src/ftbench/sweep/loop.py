@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ftbench.core.units import seconds
@@ -58,10 +57,6 @@ class Session:
     _error: FtbenchError | None = None
     _wake: tuple[int, int] = (-1, -1)
     _tables_due: float = 0.0
-
-    @property
-    def folder(self) -> Path:
-        return self.plan.options.folder
 
     def run(self) -> int:
         """Run jobs until all are done, the time budget is used up, or a signal arrives.
@@ -138,17 +133,15 @@ class Session:
         for pipe in running.pipe:
             os.close(pipe)
         try:
-            self._ended(running.job, running.result.result())
+            summary, job = running.result.result().summary, running.job
+            self.plan.ended(job)
+            wall = rundir.read_json(job.run.state).get("wall_s")
+            if summary.state == "interrupted" and self._stopping is None and self.deadline is not None:
+                self._stop("time budget")
+            self.view.event(status.ended(job.what, summary, wall))
+            self._write()
         except FtbenchError as error:
             self._fail(error)
-
-    def _ended(self, job: Job, result: FinishedRun) -> None:
-        self.plan.ended(job)
-        wall = rundir.read_json(job.run.state).get("wall_s")
-        if result.summary.state == "interrupted" and self._stopping is None and self.deadline is not None:
-            self._stop("time budget")
-        self.view.event(status.ended(job.what, result.summary, wall))
-        self._write()
 
     def _stop(self, why: str) -> None:
         """Stop starting jobs. After a signal or an error, also end the running jobs."""
@@ -191,7 +184,7 @@ class Session:
         if isinstance(self.plan, Search):
             board["frontier"] = self.plan.as_dicts()
         try:
-            rundir.write_json(self.folder / BOARD, board, indent=None)
+            rundir.write_json(self.plan.options.folder / BOARD, board, indent=None)
         except FtbenchError as error:
             self._fail(error)
 

@@ -25,7 +25,7 @@ from ftbench.sweep.lock import locked
 from ftbench.sweep.loop import Session
 from ftbench.sweep.output import status
 from ftbench.sweep.output.table import Tables
-from ftbench.sweep.plan.base import Plan, PlanRequest, short
+from ftbench.sweep.plan.base import Job, Options, Plan, PlanRequest, short
 from ftbench.sweep.plan.grid import Grid, first_jobs, with_repeats
 from ftbench.sweep.plan.search import TRIAL, Search, SearchCell
 
@@ -80,16 +80,25 @@ def prepare(request: SweepRequest, notify: Callable[[str], None] = lambda text: 
     checks.check_disk(request.out)
     widest = max((cell.spec for cell in grid if cell.spec is not None), key=lambda spec: spec.launch.gpus)
     slots, machine = _slots(request, widest, folder, notify)
-    planner = _Planner(request, grid, machine, folder)
-    if equal := len(planner.firsts) - len({(job.cell, job.spec.measure.repeats) for job in planner.firsts}):
+    capability = checks.capability(machine)
+    options = request.options(folder, runner.gpu_name(machine), request.sets)
+    resolved = [replace(cell, spec=resolve(cell.spec, capability)) for cell in grid if cell.spec is not None]
+    firsts = first_jobs(resolved, options)
+    if equal := len(firsts) - len({(job.cell, job.spec.measure.repeats) for job in firsts}):
         notify(f"{equal} of {len(grid)} cells differ from another one only in settings without effect: they run once")
     if request.until_oom and (ignored := [key for key in grid[0].values if key in _SEARCHED]):
         notify(f"--until-oom searches for the largest batch: it ignores the values of {' and '.join(ignored)}")
     impossible = [(cell_name(cell), cell.refused) for cell in grid if cell.refused]
     specs = ((cell_name(cell), cell.spec) for cell in grid if cell.spec is not None)
     fix = f"To sweep without the kernels, add --axis {KERNELS}=off"
-    error = without_kernels(specs, checks.capability(machine), fix)
-    return Ready(request, spec_text(request.spec), planner.plan(), slots, planner.device, impossible, error)
+    error = without_kernels(specs, capability, fix)
+    if request.until_oom:
+        plan: Plan = _search(request, firsts, machine, options)
+    else:
+        jobs = with_repeats(firsts)
+        reasons = {job: reason for job in jobs if (reason := _problem(request, job.spec, machine)) is not None}
+        plan = Grid(jobs, reasons, options)
+    return Ready(request, spec_text(request.spec), plan, slots, first_gpu(machine) or None, impossible, error)
 
 
 def cell_name(cell: GridCell) -> str:
@@ -133,48 +142,32 @@ def _slots(
     return ray.slots(request.on, spec)
 
 
-class _Planner:
-    """Turn the cells of a sweep into a plan for one machine."""
+def _problem(request: SweepRequest, spec: Experiment, machine: dict[str, Any]) -> str | None:
+    """Return why a spec cannot run on this machine, or None. Raise an error if required packages are missing."""
+    problems = checks.problems(spec, machine)
+    if not problems:
+        checks.check_needed(spec)
+        if request.on is None:
+            checks.check_hub(spec)
+    return "; ".join(problems) or None
 
-    def __init__(self, request: SweepRequest, grid: Sequence[GridCell], machine: dict[str, Any], folder: Path) -> None:
-        self.request, self.machine = request, machine
-        capability = checks.capability(machine)
-        grid = [cell if cell.spec is None else replace(cell, spec=resolve(cell.spec, capability)) for cell in grid]
-        self.device = first_gpu(machine) or None
-        self.options = request.options(folder, runner.gpu_name(machine), request.sets)
-        self.firsts = first_jobs(grid, self.options)
 
-    def plan(self) -> Plan:
-        if self.request.until_oom:
-            return self._search()
-        jobs = with_repeats(self.firsts)
-        reasons = {job: reason for job in jobs if (reason := self._problem(job.spec)) is not None}
-        return Grid(jobs, reasons, self.options)
-
-    def _problem(self, spec: Experiment) -> str | None:
-        """Return why a spec cannot run on this machine, or None. Raise an error if required packages are missing."""
-        problems = checks.problems(spec, self.machine)
-        if not problems:
-            checks.check_needed(spec)
-            if self.request.on is None:
-                checks.check_hub(spec)
-        return "; ".join(problems) or None
-
-    def _search(self) -> Search:
-        cells: dict[str, SearchCell] = {}
-        for job in self.firsts:
-            if (key := fingerprint_without_batch(with_changes(job.spec, TRIAL), self.options.gpu)) not in cells:
-                values = {key: value for key, value in job.values.items() if key not in _SEARCHED}
-                sets = (*self.request.sets, *settings(values.items()))
-                cells[key] = SearchCell(job.spec, sets, values, self._problem(job.spec))
-        if all(cell.refused for cell in cells.values()):
-            raise MissingError("\n".join(dict.fromkeys(cell.refused or "" for cell in cells.values())))
-        if self.options.gpu is None:
-            raise MissingError(
-                "--until-oom needs a GPU: a CPU swaps instead of running out of memory (`--set launch.mock=oom` tries "
-                "the search without a GPU)"
-            )
-        return Search(cells.values(), self.options, self.device)
+def _search(request: SweepRequest, firsts: Sequence[Job], machine: dict[str, Any], options: Options) -> Search:
+    """Return the plan of `--until-oom`. `firsts` has one job per cell."""
+    cells: dict[str, SearchCell] = {}
+    for job in firsts:
+        if (key := fingerprint_without_batch(with_changes(job.spec, TRIAL), options.gpu)) not in cells:
+            values = {key: value for key, value in job.values.items() if key not in _SEARCHED}
+            sets = (*request.sets, *settings(values.items()))
+            cells[key] = SearchCell(job.spec, sets, values, _problem(request, job.spec, machine))
+    if all(cell.refused for cell in cells.values()):
+        raise MissingError("\n".join(dict.fromkeys(cell.refused or "" for cell in cells.values())))
+    if options.gpu is None:
+        raise MissingError(
+            "--until-oom needs a GPU: a CPU swaps instead of running out of memory (`--set launch.mock=oom` tries "
+            "the search without a GPU)"
+        )
+    return Search(cells.values(), options, first_gpu(machine) or None)
 
 
 def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:

@@ -7,28 +7,9 @@ from ftbench.core import units
 from ftbench.core.compare import Ratio
 from ftbench.core.stats import MINIMUM_STEADY, grouped_by
 from ftbench.report.compare.pairs import Comparison, Pair
-from ftbench.report.compare.words import (
-    break_even_text,
-    change,
-    difference_lists,
-    first_step_of,
-    first_step_text,
-    flat_ratio,
-)
-from ftbench.report.data.axes import (
-    FRAMEWORK,
-    LIBRARIES,
-    MOST_AXES,
-    NO_OPTIMIZATION,
-    OPTIMIZATIONS,
-    RECIPE,
-    SETTINGS,
-    headings,
-    in_order,
-    on_axis,
-    value_at,
-    varying_keys,
-)
+from ftbench.report.compare.words import change, difference_lists, first_step_of, first_step_text, flat_ratio
+from ftbench.report.data import axes
+from ftbench.report.data.axes import FRAMEWORK, OPTIMIZATIONS, RECIPE, SETTINGS, on_axis, value_at
 from ftbench.report.data.cells import ENERGY, PEAK, TOKENS, Cell, number_of, run_of
 from ftbench.report.data.groups import cell_names
 from ftbench.report.document import Section, Table, table_of
@@ -80,11 +61,11 @@ def _table(comparison: Comparison, cells: Sequence[tuple[Cell, Pair | None]], ke
     first |= {heading: figures.pop(heading) for heading in _FIRST}
     several = {"runs": [_runs(cell) for cell, _ in cells]} if any(len(cell.runs) > 1 for cell, _ in cells) else {}
     others = [key for key in (comparison.axis, *keys) if key not in _HEADING]
-    short = _HEADING | dict(zip(others, headings(others), strict=True))
-    axes = {short[comparison.axis]: [comparison.value(cell) for cell, _ in cells]}
-    axes |= {short[key]: [_fact(key, cell) for cell, _ in cells] for key in keys}
-    columns = {heading: texts for heading, texts in (first | figures).items() if any(texts)} | several | axes
-    words = (*TEXT, *(heading for heading in axes if heading != "batch"))
+    short = _HEADING | dict(zip(others, axes.headings(others), strict=True))
+    settings = {short[comparison.axis]: [comparison.value(cell) for cell, _ in cells]}
+    settings |= {short[key]: [_fact(key, cell) for cell, _ in cells] for key in keys}
+    columns = {heading: texts for heading, texts in (first | figures).items() if any(texts)} | several | settings
+    words = (*TEXT, *(heading for heading in settings if heading != "batch"))
     notes = [*_notes(comparison, [cell for cell, _ in cells], lists)]
     rows = [run_of(cell.runs[0].record) for cell, pair in cells if pair is None]
     below = f": {len(rows)} rows, each above the rows compared with it"
@@ -102,12 +83,12 @@ def _columns(comparison: Comparison) -> list[str]:
         "model": [cell.facts.get("model.id", "") for cell in comparison.cells],
         "dataset": [run.data for run in first],
     }
-    more = varying_keys([run.spec for run in first], labels)
+    more = axes.varying_keys([run.spec for run in first], labels)
     named = ("method.name", OPTIMIZATIONS)  # part of the name
     candidates = [*_CONTEXT, "train.batch_size", "train.gradient_accumulation_steps"]
     varying = [key for key in candidates if key not in named and _varies(comparison, key)]
     keys = [key for key in (*varying, *more) if not on_axis(comparison.axis, key) and not _of_axis(comparison, key)]
-    return keys[:MOST_AXES]
+    return keys[: axes.MOST_AXES]
 
 
 def _varies(comparison: Comparison, key: str) -> bool:
@@ -136,7 +117,7 @@ def _fact(key: str, cell: Cell) -> str:
 
 def _ordered(comparison: Comparison) -> Iterator[Cell]:
     """Yield the cells in table order: each baseline, then its candidates. Candidates without a baseline come last."""
-    rank = {value: i for i, value in enumerate(in_order(map(comparison.value, comparison.cells)))}
+    rank = {value: i for i, value in enumerate(axes.in_order(map(comparison.value, comparison.cells)))}
     candidates = grouped_by(comparison.pairs, lambda pair: id(pair.baseline) if pair.baseline else 0)
 
     def position(cell: Cell) -> tuple[int, bool]:
@@ -187,7 +168,7 @@ _FIGURES: dict[str, Callable[[Cell, Pair | None], str]] = {
     "peak GiB": _peak,
     "first step": first_step_text,
     "energy": lambda _, pair: change(pair.energy) if pair else "",
-    "break-even": lambda _, pair: break_even_text(pair.break_even) if pair else "",
+    "break-even": lambda _, pair: _break_even(pair) if pair else "",
 }
 
 
@@ -195,6 +176,13 @@ def _absolute(cell: Cell) -> str:
     """Return the speed of a baseline as text: `5,123 tokens/s`."""
     rate = cell.figure(TOKENS)
     return "" if rate is None else f"{units.rate(rate)} tokens/s"
+
+
+def _break_even(pair: Pair) -> str:
+    """Return the break-even point as text: `after step 40`, `until step 40`, `at once` or `never`."""
+    if (even := pair.break_even) is None:
+        return ""
+    return even.when if even.steps is None else f"{even.when} step {round(even.steps):,}"
 
 
 # --- below the table -------------------------------------------------------------------------------------------------
@@ -214,7 +202,7 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Iterable[str]) 
 
 def _libraries(by_framework: Mapping[str, Cell]) -> Iterator[str]:
     """Yield a note with the library versions of each framework, because the lists of differences omit them."""
-    versions = {name: [cell.facts.get(f"versions.{name}") for cell in by_framework.values()] for name in LIBRARIES}
+    versions = {name: [cell.facts.get(f"versions.{name}") for cell in by_framework.values()] for name in axes.LIBRARIES}
     varying = [name for name, installed in versions.items() if len(set(installed)) > 1]
     used = {framework: ", ".join(f"{name} {text}" for name in varying if (text := cell.facts.get(f"versions.{name}")))
            for framework, cell in by_framework.items()}  # fmt: skip
@@ -234,7 +222,7 @@ def _record(comparison: Comparison, cell: Cell, pair: Pair | None, keys: Sequenc
         "axis": comparison.axis, "value": comparison.value(cell), "baseline": comparison.baseline, "name": cell.name,
         **{key: cell.facts.get("gpu") if key == "gpu" else _fact(key, cell) for key in keys},
         "method": cell.facts.get("method.name"), "batch_size": cell.facts.get("train.batch_size"),
-        "optimizations": value_at(OPTIMIZATIONS, cell.facts) or NO_OPTIMIZATION,
+        "optimizations": value_at(OPTIMIZATIONS, cell.facts),
         "state": cell.state, "runs": len(cell.runs), "runs_ok": len(cell.ok),
         "samples_per_hour": cell.samples_per_hour,
         **{name: cell.figure(name) for name in (TOKENS, PEAK, ENERGY)}, **first_step_of(cell),

@@ -7,20 +7,7 @@ from typing import Any
 from ftbench.core.hardware import find_gpu
 from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
-from ftbench.report.data.axes import (
-    FRAMEWORK,
-    GPUS,
-    OPTIMIZATIONS,
-    PLAIN,
-    RECIPE,
-    SETTINGS,
-    SHORT,
-    STRATEGY,
-    TRL,
-    in_order,
-    on_axis,
-    value_at,
-)
+from ftbench.report.data.axes import OPTIMIZATIONS, RECIPE, SHORT, UNOPTIMIZED, in_order, on_axis, value_at
 from ftbench.report.data.cells import Cell, Run
 from ftbench.report.data.facts import CARD, COMMIT, LIMIT
 from ftbench.report.data.groups import DATA, cells_of
@@ -32,15 +19,6 @@ _HARD = (
     "dataset.mean_length", "dataset.like",
 )  # fmt: skip
 _NOUNS = {"gpu": "GPU", "model": "model", "method": "method", "objective": "objective", "dataset": "data"}
-_UNOPTIMIZED = {
-    OPTIMIZATIONS: PLAIN[1:],
-    RECIPE: PLAIN,
-    GPUS: ("1",),
-    STRATEGY: ("none",),
-    FRAMEWORK: (TRL,),
-    SETTINGS: ("plain",),
-    SHORT["objective"]: ("sft",),
-}
 
 Find = Callable[[Cell], tuple[Cell | None, str]]
 
@@ -79,7 +57,7 @@ def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
     """
     values = in_order(value for cell in cells if (value := value_at(axis, cell.facts)))
     if named is None:
-        if plain := [value for value in _UNOPTIMIZED.get(axis, ()) if value in values]:
+        if plain := [value for value in UNOPTIMIZED.get(axis, ()) if value in values]:
             return plain[0]
         counts = Counter(value_at(axis, cell.facts) for cell in cells if cell.ok)
         return max(values, key=counts.__getitem__)

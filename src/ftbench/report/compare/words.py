@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.compare import BreakEven, Ratio, geometric_mean
+from ftbench.core.compare import Ratio, geometric_mean
 from ftbench.core.stats import grouped_by
 from ftbench.report.compare.pairs import Pair
 from ftbench.report.data.cells import Cell, run_of
@@ -34,13 +34,6 @@ def change(ratio: Ratio | None) -> str:
 
 def _percent(ratio: float) -> str:
     return units.change(ratio - 1).removesuffix(" %")
-
-
-def break_even_text(when: BreakEven | None) -> str:
-    """Return a break-even point as text: `after step 40`, `until step 40`, `at once` or `never`."""
-    if when is None:
-        return ""
-    return when.when if when.steps is None else f"{when.when} step {round(when.steps):,}"
 
 
 def differences(pair: Pair) -> list[str]:

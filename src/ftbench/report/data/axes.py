@@ -22,6 +22,16 @@ GPUS, STRATEGY = "launch.gpus", "launch.strategy"
 FRAMEWORK, SETTINGS, TRL = "launch.framework", "launch.settings", "trl"
 NO_OPTIMIZATION = "none"
 PLAIN = ("plain", NO_OPTIMIZATION)
+# The plain values of compared keys: the baseline of a comparison, by default.
+UNOPTIMIZED = {
+    OPTIMIZATIONS: PLAIN[1:],
+    RECIPE: PLAIN,
+    GPUS: ("1",),
+    STRATEGY: ("none",),
+    FRAMEWORK: (TRL,),
+    SETTINGS: ("plain",),
+    SHORT["objective"]: ("sft",),
+}
 
 
 def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
@@ -68,12 +78,6 @@ def _shipped(facts: Mapping[str, str]) -> str | None:
     return fitting[min(fitting)] if fitting else None
 
 
-def shipped_recipe(name: str | None) -> bool:
-    """Return whether `name` is a shipped recipe other than `plain`, with or without further optimizations."""
-    base = (name or "").partition(" + ")[0]
-    return base in shipped_recipes() and base not in PLAIN
-
-
 def _unsloth(facts: Mapping[str, str]) -> list[str]:
     """Describe an unsloth run by the bits of its weights, its checkpointing, and its other options."""
     bits = "4-bit" if facts.get("method.load_in_4bit") == "on" else "16-bit"
@@ -84,10 +88,29 @@ def _unsloth(facts: Mapping[str, str]) -> list[str]:
     return [f"unsloth {bits}", *([] if kept == "unsloth" else [f"checkpointing {kept}"]), *words]
 
 
-def framework_words(facts: Mapping[str, str]) -> str:
+def name_prefix(facts: Mapping[str, str]) -> str:
     """Return a prefix for names: `axolotl `, or `axolotl's best ` with best settings. Empty without a framework."""
     name = facts.get(FRAMEWORK, "")
     return name and name + ("'s best " if facts.get(SETTINGS) == "best" else " ")
+
+
+def variant_of(facts: Mapping[str, str]) -> str:
+    """Return the recipe or method, such as `lora` (objective sft, one GPU) or `lora by dpo on 2 GPUs (fsdp)`."""
+    gpus, objective = facts.get(GPUS, "1"), facts.get("objective.name", "sft")
+    by = "" if objective == "sft" else f" by {objective}"
+    return recipe_name(facts) + by + ("" if gpus == "1" else f" on {gpus} GPUs ({facts.get(STRATEGY)})")
+
+
+def recipe_name(facts: Mapping[str, str]) -> str:
+    """Return the shipped recipe, or the method with its optimizations, such as `plain qlora` or `lora with packing`."""
+    recipe, method = _recipe(facts), facts.get("method.name", "unknown method")
+    if method == "unsloth" or recipe.partition(" + ")[0] in shipped_recipes().keys() - PLAIN:
+        return recipe
+    if (on := value_at(OPTIMIZATIONS, facts)) != NO_OPTIMIZATION:
+        return f"{method} with {on}"
+    if recipe == PLAIN[0] and method in METHODS and facts.get(SETTINGS) != "best":
+        return recipe if method == "lora" else f"{recipe} {method}"
+    return method
 
 
 @cache

@@ -1,7 +1,7 @@
 """Group repeated runs into cells, give names to cells, and merge the records of repeated runs."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -10,28 +10,11 @@ from typing import Any
 from ftbench.core.compare import geometric_mean
 from ftbench.core.hardware import canonical_name
 from ftbench.core.stats import grouped_by
-from ftbench.report.data.axes import (
-    FRAMEWORK,
-    GPUS,
-    NO_OPTIMIZATION,
-    OPTIMIZATIONS,
-    PLAIN,
-    PREFIX,
-    RECIPE,
-    SETTINGS,
-    STRATEGY,
-    TRL,
-    by_importance,
-    framework_words,
-    headings,
-    shipped_recipe,
-    value_at,
-    varying_keys,
-)
+from ftbench.report.data import axes
+from ftbench.report.data.axes import FRAMEWORK, PREFIX, TRL, variant_of
 from ftbench.report.data.cells import DURATION, Cell, Run, gpu_of
 from ftbench.report.data.collect import Record, data_labels, known
 from ftbench.report.data.facts import CARD, COMMIT, CPU, IMPORTED, LIMIT, REWARD, machine_facts, spec_facts
-from ftbench.spec.methods import METHODS
 from ftbench.store.rundir import RunDir
 
 DATA = "dataset.hash"  # hash of the training tokens
@@ -85,7 +68,7 @@ def named(cells: Iterable[Cell], axis: str = "") -> list[Cell]:
     or machine facts that differ."""
     cells = [replace(cell, variant=variant_of(cell.facts)) for cell in cells]
     others = {(cell.workload, cell.variant) for cell in cells if cell.facts.get(FRAMEWORK, TRL) != TRL}
-    by = (framework_words(cell.facts) * ((cell.workload, cell.variant) in others) for cell in cells)
+    by = (axes.name_prefix(cell.facts) * ((cell.workload, cell.variant) in others) for cell in cells)
     cells = [replace(cell, variant=name + cell.variant) for cell, name in zip(cells, by, strict=True)]
     same_name = grouped_by(cells, lambda cell: (cell.workload, cell.facts["gpu"], cell.name))
     suffixes = {id(cell): f" ({text})" for group in same_name.values() if len(group) > 1
@@ -132,7 +115,7 @@ def with_axes(runs: Sequence[Run]) -> tuple[list[Record], list[str]]:
         names of these fields are sorted by importance.
     """
     labels = {"model": [str(run.record["model"]) for run in runs], "dataset": [run.data for run in runs]}
-    keys = varying_keys([run.spec for run in runs], labels)
+    keys = axes.varying_keys([run.spec for run in runs], labels)
     wider = [run.record | {"label": name} | {PREFIX + key: run.spec.get(key, "") for key in keys}
              for run, name in zip(runs, run_names(runs), strict=True)]  # fmt: skip
     return wider, [PREFIX + key for key in keys]
@@ -168,28 +151,9 @@ def _merged(group: Sequence[Record]) -> Record:
 # --- short, unique names of cells and table rows ----------------------------------------------------------------------
 
 
-def variant_of(facts: Mapping[str, str]) -> str:
-    """Return the recipe or method, such as `lora` (objective sft, one GPU) or `lora by dpo on 2 GPUs (fsdp)`."""
-    gpus, objective = facts.get(GPUS, "1"), facts.get("objective.name", "sft")
-    by = "" if objective == "sft" else f" by {objective}"
-    return recipe_name(facts) + by + ("" if gpus == "1" else f" on {gpus} GPUs ({facts.get(STRATEGY)})")
-
-
-def recipe_name(facts: Mapping[str, str]) -> str:
-    """Return the shipped recipe, or the method with its optimizations, such as `plain qlora` or `lora with packing`."""
-    recipe, method = value_at(RECIPE, facts) or "", facts.get("method.name", "unknown method")
-    if method == "unsloth" or shipped_recipe(recipe):
-        return recipe
-    if (on := value_at(OPTIMIZATIONS, facts)) not in (None, NO_OPTIMIZATION):
-        return f"{method} with {on}"
-    if recipe == PLAIN[0] and method in METHODS and facts.get(SETTINGS) != "best":
-        return recipe if method == "lora" else f"{recipe} {method}"
-    return method
-
-
 def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
     """Return a unique text for each cell in `group`: settings and machine facts that differ, or a run id."""
-    ordered = by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
+    ordered = axes.by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
     keys = sorted([*[axis] * bool(axis), *ordered, LIMIT, COMMIT, CARD], key=DURATION.__contains__)
     chosen: dict[str, list[str]] = {}
     kinds: list[Any] = [()] * len(group)
@@ -202,7 +166,7 @@ def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
                 kinds, chosen[key] = more, values
     if len(set(kinds)) < len(group):
         return [cell.runs[0].run_id for cell in group]
-    names = headings(chosen)
+    names = axes.headings(chosen)
     return [", ".join(map("{} {}".format, names, values)) for values in zip(*chosen.values(), strict=True)]
 
 

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core import units
-from ftbench.report.data.axes import FRAMEWORK, SETTINGS, STRATEGY
+from ftbench.report.data.axes import FRAMEWORK, SETTINGS, STRATEGY, recipe_name
 from ftbench.report.data.cells import BATCH, SAMPLES, TOKENS, Cell
 from ftbench.report.data.collect import Record, figure
 from ftbench.report.data.facts import COMMIT, LIMIT
-from ftbench.report.data.groups import recipe_name
 from ftbench.report.document import Section, formatted, names_of, section
 from ftbench.spec.experiment import Launch
 

@@ -228,6 +228,10 @@ class Plan:
         """Record the result of a job that has ended."""
         raise NotImplementedError
 
+    def resumed(self, job: Job) -> JobStatus:
+        """Return the recorded status of a job, or `pending` if the job must run again (see `on_resume`)."""
+        return on_resume(read_status(job.run), self.options.retry_failed)
+
     def pending(self) -> list[Job]:
         """Return the jobs with the status `pending`."""
         return [job for job, status in self.statuses.items() if status == PENDING]

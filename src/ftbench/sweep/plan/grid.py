@@ -5,17 +5,7 @@ from dataclasses import replace
 
 from ftbench.spec.sweep import GridCell
 from ftbench.store.rundir import RunDir
-from ftbench.sweep.plan.base import (
-    PENDING,
-    Job,
-    JobStatus,
-    Options,
-    Plan,
-    is_batch_too_large,
-    job,
-    on_resume,
-    read_status,
-)
+from ftbench.sweep.plan.base import PENDING, Job, JobStatus, Options, Plan, is_batch_too_large, job, read_status
 
 
 class Grid(Plan):
@@ -30,8 +20,8 @@ class Grid(Plan):
         self._skip_larger_batches()
 
     def _read(self, job: Job) -> JobStatus:
-        status, options = read_status(job.run), self.options
-        return PENDING if options.force and status.state != "running" else on_resume(status, options.retry_failed)
+        status = self.resumed(job)
+        return PENDING if self.options.force and status.state != "running" else status
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
         while job := next(filter(has_time, self.pending()), None):

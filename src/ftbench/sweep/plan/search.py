@@ -9,17 +9,7 @@ from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import NOT_FINITE, read_json
 from ftbench.store.summary import read_summary
-from ftbench.sweep.plan.base import (
-    PENDING,
-    Job,
-    JobStatus,
-    Options,
-    Plan,
-    is_batch_too_large,
-    job,
-    on_resume,
-    read_status,
-)
+from ftbench.sweep.plan.base import PENDING, Job, JobStatus, Options, Plan, is_batch_too_large, job, read_status
 
 LARGEST_BATCH = 4096
 # Settings of all trials
@@ -141,7 +131,7 @@ class Search(Plan):
         """Return the next trial to run, or None. Read the results of finished trials from their run directories."""
         while (batch := next_batch([*cell.trials.values()], self.candidates(cell), cell.seed)) is not None:
             trial = self._job(cell, batch)
-            status = on_resume(read_status(trial.run), self.options.retry_failed)
+            status = self.resumed(trial)
             if status.state == "running":  # another process runs it, and the next session reads its result
                 self.statuses[trial] = status
                 cell.stopped = True
