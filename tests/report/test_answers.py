@@ -111,6 +111,21 @@ def test_the_answer_names_one_card_or_several(tmp_path, gpus, cards):
     assert f": two rounds, {cards}, one commit." in words(tmp_path)
 
 
+def test_the_answer_names_one_machine_on_a_cpu(tmp_path):
+    for number in range(2):
+        for name, seconds in (("a", 1.0), ("b", 0.5)):
+            run = make_run(
+                tmp_path,
+                f"{name}{number}",
+                steps(seconds=seconds, seed=number),
+                spec=method("full") if name == "b" else {},
+            )
+            machine = rundir.read_json(run.machine)
+            rundir.write_json(run.machine, machine | {"gpus": [], "cpu": {"model": "a CPU"}})
+            run.summary.unlink()
+    assert ": two rounds, one machine, one commit." in words(tmp_path)
+
+
 @pytest.mark.parametrize(("other", "widest"), [(False, 1.01), (True, 1.07)])
 def test_interval_across_cards_has_the_spread_between_sittings(tmp_path, other, widest):
     """Within one sitting repeated runs differ by less than 1 %; another card or day adds about 2 % to each side."""

@@ -341,6 +341,15 @@ def test_any_spec_key_or_machine_fact_is_an_axis(tmp_path, axis):
     assert len(found.pairs) == 1
 
 
+def test_a_release_is_compared_if_there_is_no_commit(tmp_path):
+    for number, version in enumerate(["0.1.0", "0.2.0"]):
+        machine = {"ftbench.commit": None, "ftbench.version": version}
+        make_run(tmp_path, f"run-{number}", steps(seed=number), machine=machine)
+    (pair,) = compared(tmp_path, "commit").pairs
+    assert pair.baseline is not None
+    assert [pair.cell.facts["commit"], pair.baseline.facts["commit"]] == ["release 0.2.0", "release 0.1.0"]
+
+
 # Files of LoRA runs at batch 2 on a tiny model: axolotl 0.19.0, LLaMA-Factory 0.9.5 and trl.
 OURS = {
     "trained_dtype": "float32",

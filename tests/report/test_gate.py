@@ -74,6 +74,13 @@ def test_limit_can_be_set(against):
     assert against([run(seed=1)], [run(1.08, seed=2)], "--fail-above", "10%")[0] == 0
 
 
+def test_the_page_of_a_comparison_has_no_title_about_speed(tmp_path, against):
+    against([run()], [run(seed=1)], "--format", "html", "-o", str(tmp_path / "page.html"))
+    text = (tmp_path / "page.html").read_text("utf-8")
+    assert "Against earlier runs" in text
+    assert "without a valid speed" not in text
+
+
 def test_slower_within_the_noise_of_the_repeats_passes(against):
     old = [run(seconds, seed=i) for i, seconds in enumerate((1.0, 1.2, 0.9))]
     new = [run(seconds, seed=i) for i, seconds in enumerate((1.1, 1.3, 1.0))]

@@ -148,4 +148,5 @@ def test_wrong_estimate_gives_the_same_result(limit, seed):
 def test_correct_estimate_needs_one_failing_trial():
     assert order(seeded(EVERY, fits_up_to(23), 23)) == [1, 2, 4, 8, 16, 23, 24]
     assert order(seeded(EVERY, fits_up_to(24), 23)) == [1, 2, 4, 8, 16, 23, 24, 26, 25]
+    assert order(seeded(EVERY, fits_up_to(45), 23))[5:10] == [23, 24, 26, 30, 38]
     assert search_result(seeded(EVERY, fits_up_to(23), 23), EVERY, 23).note == ""

@@ -58,8 +58,8 @@ def warnings(
     if machine.get("shared_host"):
         sentences.append("shared host: other runs used this machine's other GPUs at the same time")
     for gpu in gpus_of(machine):
-        if gpu.get("ecc_uncorrected"):
-            sentences.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
+        if errors := gpu.get("ecc_uncorrected"):
+            sentences.append(f"the GPU has counted {some(errors, 'uncorrected memory error')}: do not trust it")
         if not is_free(gpu):
             sentences.append(f"the GPU was not free before the run: {usage(gpu)}")
     return list(map(tidy, sentences))

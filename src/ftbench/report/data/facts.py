@@ -66,6 +66,7 @@ def machine_facts(run: RunDir) -> Mapping[str, str]:
 def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
     gpu, versions, environment = first_gpu(machine), machine.get("versions", {}), machine.get("environment", {})
     limit, highest = gpu.get("power_limit_w"), gpu.get("power_limit_max_w")
+    version = (ftbench := machine.get("ftbench", {})).get("version")
     cards = sorted(str(each["uuid"])[:12] for each in gpus_of(machine) if each.get("uuid"))
     return {
         CARD: ", ".join(cards) or (None if gpu else machine.get("cpu", {}).get("model")),
@@ -73,7 +74,7 @@ def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
         LIMIT: None if limit is None else f"{limit:g} W" + ("" if highest is None else f" of {highest:g} W"),
         "mig": "on" if gpu.get("mig") else None,
         "shared host": "yes" if machine.get("shared_host") else None,
-        COMMIT: short(commit) if (commit := machine.get("ftbench", {}).get("commit")) else "",
+        COMMIT: short(commit) if (commit := ftbench.get("commit")) else version and f"release {version}",
         "python": machine.get("os", {}).get("python"),
         **{f"versions.{name}": version for name, version in versions.items() if name not in _NOT_COMPARED},
         **{f"environment.{name}": value for name, value in environment.items() if name.startswith(_ENVIRONMENT)},

@@ -57,7 +57,7 @@ def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | 
         below = [batch for batch in larger if batch <= seed]
         wanted = min(wanted, max(below, default=wanted))
     elif seed is not None:
-        wanted = largest + max(1, 2 * (largest - seed))
+        wanted = 2 * largest - seed + 1  # the distance from the seed doubles
     return min((batch for batch in larger if batch >= wanted), default=max(larger, default=None))
 
 
