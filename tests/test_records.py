@@ -282,5 +282,8 @@ def test_the_page_on_profiles_states_the_power_limit_the_clocks_and_the_effects_
             for each in (folder, results / "records" / sitting)
         )
         assert f"{now:,.{digits}f} instead of {earlier:,.{digits}f} " in page
+        if row == "fastest-qlora":
+            reference = " ".join((ROOT / "docs/reference/optimizations.md").read_text("utf-8").split())
+            assert f"{now:,.{digits}f} instead of {earlier:,.{digits}f} " in reference
     speeds = [read_json(file)["tokens_per_s"]["real"] for file in (newest / "oss-experts").glob("*/summary.json")]
     assert f"now {geometric_mean(speeds):,.0f} tokens/s without a graph" in page

@@ -104,6 +104,13 @@ def test_options_are_sorted_by_the_goal(objective, figure):
     assert order == sorted(order)
 
 
+@pytest.mark.parametrize("name", ["L40S", "H100 SXM5"])
+def test_different_variants_have_different_names(name):
+    names = [variant_words(option.spec) for option in ask(name, samples=20_000, methods=("qlora",)).options]
+    assert len(names) > 20
+    assert sorted(names) == sorted(set(names))
+
+
 def test_shipped_recipes_are_considered():
     found = [way.spec for way in candidates.variants(Experiment.model_validate(SPEC), ("lora", "qlora", "full"), False)]
     for name in recipes():

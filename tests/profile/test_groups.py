@@ -98,6 +98,7 @@ def test_own_kernels_have_a_group():
     }
     assert len(launched) > 7
     assert [name for name in launched if group_of_kernel(name) == "other"] == []
+    assert group_of_kernel("_dequantise") == group_of_operator("ftbench::augmented_weight") == "quantise/dequantise"
 
 
 def test_every_group_has_names():

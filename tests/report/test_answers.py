@@ -111,7 +111,8 @@ def test_the_answer_names_one_card_or_several(tmp_path, gpus, cards):
     assert f": two rounds, {cards}, one commit." in words(tmp_path)
 
 
-def test_the_answer_names_one_machine_on_a_cpu(tmp_path):
+@pytest.mark.parametrize(("commit", "code"), [("a" * 40, "commit"), (None, "release")])
+def test_the_answer_names_a_cpu_and_a_release(tmp_path, commit, code):
     for number in range(2):
         for name, seconds in (("a", 1.0), ("b", 0.5)):
             run = make_run(
@@ -121,9 +122,11 @@ def test_the_answer_names_one_machine_on_a_cpu(tmp_path):
                 spec=method("full") if name == "b" else {},
             )
             machine = rundir.read_json(run.machine)
-            rundir.write_json(run.machine, machine | {"gpus": [], "cpu": {"model": "a CPU"}})
+            rundir.write_json(run.machine, machine | {
+                "gpus": [], "cpu": {"model": "a CPU"}, "ftbench": {"version": "0.1.0", "commit": commit}
+            })  # fmt: skip
             run.summary.unlink()
-    assert ": two rounds, one machine, one commit." in words(tmp_path)
+    assert f": two rounds, one kind of CPU, one {code}." in words(tmp_path)
 
 
 @pytest.mark.parametrize(("other", "widest"), [(False, 1.01), (True, 1.07)])

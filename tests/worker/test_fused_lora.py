@@ -258,18 +258,39 @@ def test_run_learns_and_saves_the_same_adapter(train_here, upcast):
         assert (saved[name] - value).abs().max() <= 2 * rounding * value.abs().max()
 
 
-@pytest.mark.parametrize("quantised", [{}, {"quant_type": "fp4", "double_quant": False}], ids=["nf4", "fp4"])
-def test_compiled_4_bit_layers_are_dequantized_for_each_product(train_here, monkeypatch, compiler, quantised):
+@pytest.mark.parametrize(
+    ("quantised", "on"),
+    [
+        ({}, {"compile": True}),
+        ({}, {"compile": "dynamic"}),
+        ({}, {"compile": True, "gradient_checkpointing": True}),
+        ({"quant_type": "fp4", "double_quant": False}, {"compile": True}),
+    ],
+    ids=["nf4", "dynamic", "checkpointing", "fp4"],
+)
+def test_compiled_4_bit_layers_are_dequantized_for_each_product(train_here, monkeypatch, compiler, quantised, on):
     method = {"name": "qlora", "upcast": False, **quantised}
     given = {"method": method, "train": {"optimizer": "sgd", "learning_rate": 0.5}}
     plain, groups, group = train_here(**given), [], fused_lora._group
     monkeypatch.setattr(fused_lora, "_group", lambda *given: groups.append(group(*given)) or groups[-1])
-    ours = train_here(**given, optimizations={"fused_lora": True, "chunked_loss": True, "compile": True})
+    ours = train_here(**given, optimizations={"fused_lora": True, "chunked_loss": True, **on})
     assert {type(each) for each in groups} == {fused_lora.FourBitGroup}
     assert losses(ours) == pytest.approx(losses(plain), rel=2e-4)
-    for other in (False, "lean"):
-        spec = spec_of(optimizations={"fused_lora": True, "compile": other}, method=method)
-        assert type(group(list(groups[0].layers), spec)) is fused_lora.AdaptersOnlyGroup
+    for changes in ({"compile": False}, {"compile": "lean"}, {"dtype": "float16"}, {"upcast": True}):
+        sections = {
+            "optimizations": {"fused_lora": True, "compile": changes.get("compile", True)},
+            "method": method | {"upcast": changes.get("upcast", False)},
+            "model": {"dtype": changes.get("dtype", "float32")},
+        }
+        assert type(group(list(groups[0].layers), spec_of(**sections))) is fused_lora.AdaptersOnlyGroup
+
+
+@pytest.mark.parametrize(("width", "blocksize"), [(200, 64), (256, 128)])
+def test_weights_with_other_blocks_are_not_dequantized_by_the_kernel(width, blocksize):
+    from bitsandbytes.nn import Params4bit
+
+    weight = Params4bit(torch.randn(64, width), requires_grad=False, quant_type="nf4", blocksize=blocksize).to("cpu")
+    assert stored(weight) is None
 
 
 def test_compiled_layers_do_not_keep_the_dequantized_matrix():

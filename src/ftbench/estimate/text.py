@@ -166,7 +166,7 @@ def _time_details(time: DurationEstimate) -> list[str]:
         ("lengths", f"{time.lengths}; {units.percent(time.padding)} padding"),
         *([("", "so these times are upper bounds. A short run on this data measures the real lengths")]
           if time.upper_bound else []),
-        ("start", f"{_band(time.start_s, units.seconds)} in addition to steady steps; the first step takes "
+        ("start", f"{_band(time.start_s, units.seconds)} to import, load and compile; the first step takes "
                   f"{units.seconds(time.first_s)} longer than a steady one"),
         ("power", f"{time.watts.expected:.0f} W of {each} GPU ({time.watts_source})"),
     ])]  # fmt: skip

@@ -23,7 +23,7 @@ _BLOCKS = 128  # blocks per program
 
 def stored(weight: Any) -> list[torch.Tensor] | None:
     """Return the tensors of a bitsandbytes weight: values, scales and code, and with double quantization scale2, code2
-    and offset. Return None if blocks have another size or end inside a row."""
+    and offset. Return None if the weight is not quantized, or if blocks have another size or end inside a row."""
     state = weight.quant_state
     if state is None or state.blocksize != BLOCK or state.shape[1] % BLOCK:
         return None
@@ -79,8 +79,9 @@ def augmented_weight(
     a: torch.Tensor, b: torch.Tensor, layers: list[torch.Tensor], each: int, gradient: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the matrix [[W, b], [a, 0]] of `Augmented`. The shapes are a: (r, in), b: (out, r). `layers` contains the
-    `each` tensors of `stored` for each layer. W (out, in) has the rows of all layers. `gradient` is not read. With it,
-    this call needs the backward pass. Otherwise torch.compile would keep the matrix of the forward pass in memory."""
+    `each` tensors of `stored` for each layer. W (out, in) has the rows of all layers. `gradient` is never read. It
+    makes the call depend on the backward pass. Otherwise torch.compile would merge the calls of both passes and keep
+    the matrix in memory."""
     (out, columns), width, start = b.shape, a.shape[1], 0
     wide = b.new_empty(out + columns, width + columns)
     wide[out:, :width], wide[:out, width:], wide[out:, width:] = a, b, 0

@@ -65,7 +65,7 @@ _PLAIN = (
 _OPERATORS: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"^(c10d|nccl|gloo)\b|all_reduce|reduce_scatter|all_gather"),
     (ATTENTION, r"scaled_dot_product|flash_attn|flex_attention|varlen_attn|_efficient_attention"),
-    (QUANTISE, r"bitsandbytes::|dequantize|quantize_|torchao::|_scaled_cast|choose_qparams"),
+    (QUANTISE, r"bitsandbytes::|augmented_weight|dequantize|quantize_|torchao::|_scaled_cast|choose_qparams"),
     (OPTIMIZER, r"_foreach_|_fused_adam|Optimizer\.step"),
     (LOSS, r"cross_?entropy|nll_loss|log_?softmax|LogSoftmax|NllLoss|CrossEntropy|fused_ce_loss|LMLoss"),
     (

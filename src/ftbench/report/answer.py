@@ -190,8 +190,9 @@ def _rounds(ranking: Ranking) -> str:
         return ""
     words = [_NUMBERS.get(number, str(number)) for number in dict.fromkeys((least, most))]
     cards = "one card" if ranking.winner.gpus == 1 else "the same cards"
-    cards = "one machine" if ranking.winner.facts["gpu"] == CPU else cards
-    return f": {' to '.join(words)} rounds, {cards}, one commit"
+    cards = "one kind of CPU" if ranking.winner.facts["gpu"] == CPU else cards
+    code = "release" if ranking.winner.facts.get(COMMIT, "").startswith("release") else "commit"
+    return f": {' to '.join(words)} rounds, {cards}, one {code}"
 
 
 def _lead(ranking: Ranking) -> str:

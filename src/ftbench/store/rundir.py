@@ -138,7 +138,9 @@ def write_text(path: Path, text: str) -> None:
     try:
         try:
             _write_through(temporary, text)
-        except OSError:  # the disk may be full
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
             RunDir(path.parent).reserve.unlink(missing_ok=True)
             _write_through(temporary, text)
         os.replace(temporary, path)

@@ -98,7 +98,7 @@ def _switches(optimizations: Optimizations, spec: Experiment, optimizer: str = "
 
 
 def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
-    """Return the name of the shipped recipe with the most similar optimizations, and a list of the differences.
+    """Return the name of the shipped recipe with the most similar settings, and a list of the differences.
 
     If no recipe supports the method, name and list are empty. Optimizers are compared only for full fine-tuning."""
     own, similar = set(_switches(spec.optimizations, spec)), list[tuple[str, list[str]]]()
@@ -107,6 +107,11 @@ def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
         of_recipe = set(_switches(_shipped()[name], spec, optimizer))
         if of_recipe and keys.get("method", {}).get("name") in (spec.method.name, None):
             differing = [f"with {word}" for word in sorted(own - of_recipe)]
+            differing += [
+                f"{'with' if getattr(spec.method, key) else 'without'} {key.replace('_', ' ')}"
+                for key, value in keys.get("method", {}).items()
+                if getattr(spec.method, key) != value
+            ]
             lost = [word for word in sorted(of_recipe - own) if not any(each.startswith(f"{word} ") for each in own)]
             similar.append((name, differing + [f"without {word}" for word in lost]))
     return min(similar, key=lambda pair: (len(pair[1]), pair), default=("", []))

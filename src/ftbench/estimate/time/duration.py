@@ -271,7 +271,7 @@ def _judged(
 
 
 def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) -> tuple[Band, float]:
-    """Return the seconds in addition to steady steps, and the part of them in the first step."""
+    """Return the seconds of a run in addition to its steps, if all were steady, and the part in the first step."""
     first = _FIRST_COMPILED_S if spec.optimizations.compile else _FIRST_S
     if spec.method.name == "unsloth":
         first = _FIRST_OSS_S if shape.model.family == "gpt_oss" else _FIRST_UNSLOTH_S * len(shape.model.layers)
@@ -279,7 +279,7 @@ def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) ->
     if measured := [run.start_s for run in same if run.start_s is not None]:
         seconds, basis = statistics.median(measured), "measured start"
     spread = float(read_facts("durations.yaml")["spread"][basis])
-    return Band(seconds / spread, seconds, seconds * spread), first
+    return Band(seconds / spread, seconds, seconds * spread), min(first, seconds)
 
 
 def _watts(gpu: Gpu, same: Sequence[TimedRun], step: Step, offloaded: float) -> tuple[Band, str]:

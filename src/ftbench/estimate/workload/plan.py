@@ -182,7 +182,7 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
 
 
 def _whole_mlp(spec: Experiment, model: ModelShape) -> bool:
-    """Return whether one autograd function computes the MLP (worker/optimizations/fused_lora.py, BesideGroup.gated)."""
+    """Return whether one autograd function computes the MLP (AdaptersOnlyGroup.gated of fused_lora.py)."""
     on, method = spec.optimizations, spec.method
     delayed = on.triton_kernels and on.fp8 == DELAYED and fused(spec) == "separate"
     return delayed and targets(method, model) >= _MLP and 2 * getattr(method, "rank", 0) <= _MOST_COLUMNS

@@ -257,10 +257,10 @@ def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
     if not spec.optimizations.weight_offload:
         if all(type(base) is torch.nn.Linear for base in bases) and bases[0].weight.dtype == products:
             return AugmentedGroup(layers)
-        # `upcast` makes inputs of 4-bit layers float32, and `lean` cannot recompute inputs with extra columns
-        narrow = str(products).endswith(spec.model.dtype) and not getattr(spec.method, "upcast", True)
+        # `upcast` makes inputs of 4-bit layers float32. `lean` saves memory only without the extra columns
+        same = getattr(torch, spec.model.dtype) == products and not getattr(spec.method, "upcast", True)
         four_bit = (getattr(base, "compute_dtype", None) == products and stored(base.weight) for base in bases)
-        if narrow and spec.optimizations.compile in (True, "dynamic") and all(four_bit):
+        if same and spec.optimizations.compile in (True, "dynamic") and all(four_bit):
             return FourBitGroup(layers)
     return AdaptersOnlyGroup(layers, products)
 
