@@ -76,7 +76,7 @@ FACTS_HEAD = """\
 # estimates for other GPUs have a wider range. `runs` counts the runs in which the term takes at least 5 % of a step.
 # `error` is the error if each step is estimated without its own runs. `spread` is the factor around an estimate that
 # contains 90 % of the steps of unseen models, if the GPU or the host limits the speed. `start` is such a factor of the
-# time in addition to steady steps, and `measured start` that with runs of the same step.
+# time to import, load and compile, and `measured start` that with runs of the same step.
 """
 
 
@@ -312,7 +312,7 @@ def main() -> None:
         f"(median error {missed[0]}). If runs of other steps give the speed of the host (*known host*), the median "
         f"error of {len(known)} launch-bound estimates is {missed[1]}, and that of all {len(text_rows[1])} estimates "
         f"is {missed[2]}.\nThe range of an estimate is from `expected time / factor` to `expected time * factor`. "
-        f"The factor is {limits}.\nFor the time in addition to steady steps, the factor is {starts['start']:.2f}, or "
+        f"The factor is {limits}.\nFor the time to import, load and compile, the factor is {starts['start']:.2f}, or "
         f"{starts['measured start']:.2f} with runs of the same step.\n\n## Several GPUs\n\n{as_text(several)}"
     )
     print(text, end="")

@@ -58,7 +58,7 @@ def test_a_dequantized_matrix_equals_that_of_bitsandbytes(kind, double, dtype):
     expected = torch.cat(
         [sys.modules["bitsandbytes"].functional.dequantize_4bit(w.data, w.quant_state) for w in weights]
     )
-    stored = [four_bit_weights.stored(weight) for weight in weights]
+    stored = [four_bit_weights.tensors_of(weight) for weight in weights]
     a, b = drawn(7, 192, dtype=dtype), drawn(1196, 7, dtype=dtype)
     wide = four_bit_weights.augmented_weight(a, b, [*stored[0], *stored[1]], len(stored[0]), None)
     rounding = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0}  # Triton's interpreter truncates to 16 bits

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from conftest import spec_of
 from ftbench.kernels.adapter_products import AdaptersOnly, Augmented
 from ftbench.kernels.expert_products import GroupedExperts
-from ftbench.kernels.four_bit_weights import stored
+from ftbench.kernels.four_bit_weights import tensors_of
 from ftbench.kernels.small_products import GRADIENT
 from ftbench.spec.methods import PROJECTIONS
 from ftbench.store.rundir import read_json
@@ -290,7 +290,7 @@ def test_weights_with_other_blocks_are_not_dequantized_by_the_kernel(width, bloc
     from bitsandbytes.nn import Params4bit
 
     weight = Params4bit(torch.randn(64, width), requires_grad=False, quant_type="nf4", blocksize=blocksize).to("cpu")
-    assert stored(weight) is None
+    assert tensors_of(weight) is None
 
 
 def test_compiled_layers_do_not_keep_the_dequantized_matrix():
@@ -298,7 +298,7 @@ def test_compiled_layers_do_not_keep_the_dequantized_matrix():
 
     weight = Params4bit(torch.randn(256, 192), requires_grad=False, quant_type="nf4").to("cpu")
     a, b, x = (torch.randn(shape, requires_grad=True) for shape in ((64, 192), (256, 64), (8, 192)))
-    parts = (a.detach(), b.detach(), *stored(weight))
+    parts = (a.detach(), b.detach(), *tensors_of(weight))
     saved: list[int] = []
     torch._dynamo.reset()
     with torch.autograd.graph.saved_tensors_hooks(lambda kept: saved.append(kept.numel()) or kept, lambda kept: kept):

@@ -64,15 +64,15 @@ class Augmented(torch.autograd.Function):
     """Return x W' + s (x A') B' (tokens, out), followed by r zero columns. W, A and B contain the weights and adapters
     of all layers. s is the scale of LoRA. r is the sum of ranks, rounded up. x is (tokens, in) or (tokens, in + r).
 
-    The weight (out + r, in + r) is [[W, s B], [A, 0]], where B is block diagonal. `parts` contains `count` tensors for
-    `whole`, which returns the weight, then all scales, then A and B of each layer. A and B receive the gradients, but
+    The weight (out + r, in + r) is [[W, s B], [A, 0]], where B is block diagonal. `parts` contains `count` tensors from
+    which `weight_of` makes the weight, then all scales, then A and B of each layer. A and B receive the gradients, but
     their values are read from the weight. The forward pass overwrites the r extra columns of x. The backward pass
     overwrites the r extra columns of the gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int, *parts: Any) -> torch.Tensor:
-        weight = whole(parts[:count])
+        weight = weight_of(parts[:count])
         scales, *adapters = parts[count:]
         width = adapters[0].shape[1]
         out, rank = weight.shape[0] + width - weight.shape[1], weight.shape[1] - width
@@ -88,7 +88,7 @@ class Augmented(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         wide, *parts = ctx.saved_tensors
         (dy,) = gradients
-        weight, adapters = whole(parts[: ctx.count], dy), parts[ctx.count :]
+        weight, adapters = weight_of(parts[: ctx.count], dy), parts[ctx.count :]
         out = sum(b.shape[0] for b in adapters[1::2])
         width = wide.shape[1] + out - weight.shape[0]
         fill_columns(dy, weight[:out, width:], out)
@@ -100,7 +100,7 @@ class Augmented(torch.autograd.Function):
         return dx, None, *[None] * ctx.count, None, *split_gradients(da, db, ctx.scales, adapters)
 
 
-def whole(parts: Any, gradient: torch.Tensor | None = None) -> torch.Tensor:
+def weight_of(parts: Any, gradient: torch.Tensor | None = None) -> torch.Tensor:
     """Return the weight of `Augmented`. `parts` contains this weight, or for 4-bit layers the arguments of
     `augmented_weight`: a, b, and the tensors of each layer. A layer with double quantization has six tensors."""
     if len(parts) == 1:

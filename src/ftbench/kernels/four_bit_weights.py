@@ -21,7 +21,7 @@ BLOCK, NESTED_BLOCK = 64, 256  # weights per scale, and scales per scale2
 _BLOCKS = 128  # blocks per program
 
 
-def stored(weight: Any) -> list[torch.Tensor] | None:
+def tensors_of(weight: Any) -> list[torch.Tensor] | None:
     """Return the tensors of a bitsandbytes weight: values, scales and code, and with double quantization scale2, code2
     and offset. Return None if the weight is not quantized, or if blocks have another size or end inside a row."""
     state = weight.quant_state
@@ -57,7 +57,7 @@ def _dequantise(
 
 
 def by_triton(rows: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, code: torch.Tensor, *nested: Any) -> None:
-    """Write a weight to `rows` (out, in) with the kernel. The other arguments are the tensors of `stored`."""
+    """Write a weight to `rows` (out, in) with the kernel. The other arguments are the tensors of `tensors_of`."""
     blocks = rows.numel() // BLOCK
     arguments = (packed, scales, code, *(nested or (scales, code, scales)), rows, blocks, rows.shape[1] // BLOCK)
     _dequantise[(triton.cdiv(blocks, _BLOCKS),)](
@@ -79,7 +79,7 @@ def augmented_weight(
     a: torch.Tensor, b: torch.Tensor, layers: list[torch.Tensor], each: int, gradient: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the matrix [[W, b], [a, 0]] of `Augmented`. The shapes are a: (r, in), b: (out, r). `layers` contains the
-    `each` tensors of `stored` for each layer. W (out, in) has the rows of all layers. `gradient` is never read. It
+    `each` tensors of `tensors_of` for each layer. W (out, in) has the rows of all layers. `gradient` is never read. It
     makes the call depend on the backward pass. Otherwise torch.compile would merge the calls of both passes and keep
     the matrix in memory."""
     (out, columns), width, start = b.shape, a.shape[1], 0

@@ -38,9 +38,8 @@ def page(report: Report) -> str:
     answer = next((section for section in report.sections if section.key == ANSWER), None)
     groups = [section for section in report.sections if section.key.startswith(f"{ANSWER}_")]
     columns = [column for column in zip(table.headings, table.words, strict=True) if column[0] != NUMBER]
-    title = units.some(len(report.records), "fine-tuning run") + (
-        " without a valid speed" if answer or not report.sections else ""
-    )
+    without_speed = " without a valid speed" if answer or not report.sections else ""
+    title = units.some(len(report.records), "fine-tuning run") + without_speed
     if answer and answer.records:
         title = answer.paragraphs[0].partition(". ")[0].partition(" (95 %")[0]  # the first sentence of the answer
     text = environment.from_string(_asset("page.html")).render(

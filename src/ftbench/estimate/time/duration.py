@@ -69,7 +69,7 @@ class DurationEstimate:
     """The estimated time of an optimizer step over all `gpus`.
 
     A step has `samples` samples and `tokens` real tokens. `padding` is the share of padding in all tokens. `start_s` is
-    the time in addition to steady steps, and `first_s` the part of it in the first step, both in seconds. `watts`
+    the time to import, load and compile, and `first_s` its part in the first step, both in seconds. `watts`
     is the power of one GPU. `parts` are the seconds of each kind of work. `exposed_s` are the seconds per step in which
     a GPU waits for other GPUs. `bound` is the bottleneck: `GPU`, `host` (Python) or `images` (image processing).
     `host_runs` is the number of earlier runs that give the speed of the host.
@@ -271,7 +271,7 @@ def _judged(
 
 
 def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) -> tuple[Band, float]:
-    """Return the seconds of a run in addition to its steps, if all were steady, and the part in the first step."""
+    """Return the seconds to import, load and compile, and the seconds of this time in the first step."""
     first = _FIRST_COMPILED_S if spec.optimizations.compile else _FIRST_S
     if spec.method.name == "unsloth":
         first = _FIRST_OSS_S if shape.model.family == "gpt_oss" else _FIRST_UNSLOTH_S * len(shape.model.layers)

@@ -39,7 +39,7 @@ class TimedRun:
     """A successful run with its step time. `gpu` is a name in the GPU table, and `limit_w` the power limit in watts.
 
     `step_s` is the mean time of a steady step in seconds. `tokens` is the mean number of real tokens per step.
-    `start_s` is the time in addition to steady steps, in seconds. `watts` is the mean power of one GPU. `described` is
+    `start_s` is the time to import, load and compile in seconds. `watts` is the mean power of one GPU. `described` is
     the `dataset` section of summary.json. If the speed is not valid, `invalid` is the reason, for example
     `contended run`."""
 
@@ -217,8 +217,8 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
 
 
 def _start(phases: Mapping[str, float], warmup_s: float) -> float | None:
-    """Return the seconds of a run before its first steady step, minus `warmup_s`: the time of as many steady steps as
-    the warm-up had."""
+    """Return the seconds to import, load and compile: the time before the first steady step minus `warmup_s`, the
+    seconds that the warm-up steps would take as steady steps. Return None if the run did not record its phases."""
     if not phases.get("total"):
         return None
     return max(0.0, sum(phases.get(name, 0.0) for name in _STARTING) - warmup_s)

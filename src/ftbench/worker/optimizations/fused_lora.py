@@ -12,7 +12,7 @@ from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
 from ftbench.kernels.adapter_products import ALIGNED, AdaptersOnly, Augmented, siblings
 from ftbench.kernels.expert_products import group_experts
-from ftbench.kernels.four_bit_weights import stored
+from ftbench.kernels.four_bit_weights import tensors_of
 from ftbench.kernels.small_products import AdaptedProduct, GatedMlp
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
@@ -24,7 +24,8 @@ MOST = 32  # maximum sum of ranks in a group that uses the kernels of `kernels/a
 
 class AdapterGroup(torch.nn.Module):
     """Linear layers with adapters that read the same input. The first call with a new input computes the outputs of all
-    layers. The group has no parameters. `refresh` copies the adapters' values from peft's modules."""
+    layers. The group has no parameters. `refresh` copies the adapters' values from peft's modules to `a` (A of all
+    layers) and `b` (s * B of all layers, where s is the scale of LoRA)."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -69,10 +70,6 @@ class AdapterGroup(torch.nn.Module):
     def refresh(self) -> None:
         raise NotImplementedError
 
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A of all layers and s * B of all layers, where s is the scale of LoRA."""
-        return self.a, self.b
-
     def adapters(self) -> Iterator[torch.Tensor]:
         for layer in self.layers:
             yield layer.lora_A[ADAPTER].weight
@@ -87,30 +84,26 @@ class AugmentedGroup(AdapterGroup):
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers)
         self.columns = -(-self.rank * len(layers) // ALIGNED) * ALIGNED
-        self.store([layer.get_base_layer() for layer in layers])
+        self.join([layer.get_base_layer() for layer in layers])
 
-    def store(self, bases: list[Any]) -> None:
-        """Create the matrix, and let the weights of the base layers be views of it."""
+    def join(self, bases: list[Any]) -> None:
+        """Create the matrix. The weights of the base layers, `a` and `b` become views of it."""
         out, columns = sum(self.sizes), self.columns
         self.register_buffer("weight", bases[0].weight.new_zeros(out + columns, self.width + columns), persistent=False)
         for base, rows in zip(bases, self.weight[:out].split(self.sizes), strict=True):
             rows[:, : self.width].copy_(base.weight.data)
             base.weight.data = rows[:, : self.width]
+        self.a, self.b = self.weight[out:, : self.width], self.weight[:out, self.width :]
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """Return the arguments of `adapter_products.whole`."""
+        """Return the tensors from which `adapter_products.weight_of` makes the matrix."""
         return (self.weight,)
-
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        out = sum(self.sizes)
-        return self.weight[out:, : self.width], self.weight[:out, self.width :]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        a, b = self.factors()
-        for index, (layer, rows) in enumerate(zip(self.layers, b.split(self.sizes), strict=True)):
+        for index, (layer, rows) in enumerate(zip(self.layers, self.b.split(self.sizes), strict=True)):
             rank = slice(index * self.rank, (index + 1) * self.rank)
-            a[rank].copy_(layer.lora_A[ADAPTER].weight)
+            self.a[rank].copy_(layer.lora_A[ADAPTER].weight)
             torch.mul(layer.lora_B[ADAPTER].weight, self.scales[index], out=rows[:, rank])
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,16 +122,14 @@ class AugmentedGroup(AdapterGroup):
 class FourBitGroup(AugmentedGroup):
     """An AugmentedGroup of 4-bit layers. Each pass dequantizes its matrix, so only A and B are stored in 16 bits."""
 
-    def store(self, bases: list[Any]) -> None:
+    def join(self, bases: list[Any]) -> None:
         options = {"dtype": bases[0].compute_dtype, "device": bases[0].weight.device}
         self.register_buffer("a", torch.zeros(self.columns, self.width, **options), persistent=False)
         self.register_buffer("b", torch.zeros(sum(self.sizes), self.columns, **options), persistent=False)
-        self.stored = tuple(each for base in bases for each in stored(base.weight) or ())
+        self.quantized = tuple(each for base in bases for each in tensors_of(base.weight) or ())
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        return self.a, self.b, *self.stored
-
-    factors = AdapterGroup.factors
+        return self.a, self.b, *self.quantized
 
 
 class AdaptersOnlyGroup(AdapterGroup):
@@ -195,6 +186,10 @@ class AdaptersOnlyGroup(AdapterGroup):
         outputs = joined(x).split(self.sizes, -1) if joined else [layer.get_base_layer()(x) for layer in self.layers]
         pairs = zip(outputs, added, strict=True)  # the sum has the dtype of the base layer, as in peft
         return [(base + part.view(*x.shape[:-1], -1)).to(base.dtype) for base, part in pairs]
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `a` (layers * rank, in) and `b` (out, rank)."""
+        return self.a, self.b
 
 
 class ShardedGroup(AdaptersOnlyGroup):
@@ -259,7 +254,7 @@ def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
             return AugmentedGroup(layers)
         # `upcast` makes inputs of 4-bit layers float32. `lean` saves memory only without the extra columns
         same = getattr(torch, spec.model.dtype) == products and not getattr(spec.method, "upcast", True)
-        four_bit = (getattr(base, "compute_dtype", None) == products and stored(base.weight) for base in bases)
+        four_bit = (getattr(base, "compute_dtype", None) == products and tensors_of(base.weight) for base in bases)
         if same and spec.optimizations.compile in (True, "dynamic") and all(four_bit):
             return FourBitGroup(layers)
     return AdaptersOnlyGroup(layers, products)
