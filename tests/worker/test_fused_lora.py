@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -342,32 +343,31 @@ def test_product_equals_that_of_the_quantized_values(recipe):
     assert (layer(x) - base(x)).norm() < 0.05 * base(x).norm()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise"])
-def test_product_equals_torchao(recipe):
+@pytest.mark.parametrize("trained", [False, True])
+def test_product_equals_torchao(trained):
     pytest.importorskip("torchao")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     torch.manual_seed(0)
-    base = torch.nn.Linear(64, 96, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-    ours = fp8.Fp8Linear(base, recipe)
+    base = torch.nn.Linear(64, 96, bias=False, dtype=torch.bfloat16).requires_grad_(trained)
+    ours = trained_layer(deepcopy(base), "tensorwise") if trained else fp8.Fp8Linear(base, "tensorwise")
     theirs = torch.nn.Sequential(base)
-    convert_to_float8_training(theirs, config=Float8LinearConfig.from_recipe_name(recipe))
-    x, dy = torch.randn(8, 64, dtype=torch.bfloat16), torch.randn(8, 96, dtype=torch.bfloat16)
+    convert_to_float8_training(theirs, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+    x, dy = torch.randn(16, 64, dtype=torch.bfloat16), torch.randn(16, 96, dtype=torch.bfloat16)
     found = []
-    for layer in (ours, theirs):
+    for layer, weight in ((ours, ours.weight), (theirs, theirs[0].weight)):
         given = x.clone().requires_grad_()
         layer(given).backward(dy)
-        found.append((layer(x), given.grad))
+        found.append((layer(x), given.grad, *([weight.grad] if trained else ())))
     torch.testing.assert_close(*found, atol=0, rtol=0)
 
 
 def trained_layer(base, recipe):
-    fp8.convert_trained(layers := torch.nn.Sequential(base), {"0"}, recipe)
-    return layers[0]
+    base.__class__, base.recipe = fp8.TrainedFp8Linear, recipe
+    return base
 
 
 def test_trained_layer_equals_the_emulation_of_parity():
-    pytest.importorskip("torchao")
     torch.manual_seed(0)
     bases = [torch.nn.Linear(64, 96, dtype=torch.bfloat16) for _ in range(2)]
     bases[1].load_state_dict(bases[0].state_dict())
@@ -383,7 +383,6 @@ def test_trained_layer_equals_the_emulation_of_parity():
 
 
 def test_trained_layers_of_the_decoder_become_8_bit_layers():
-    pytest.importorskip("torchao")
     spec = spec_of(method={"name": "full"}, optimizations={"fp8": "tensorwise-fast"})
     models = []
     for _ in range(2):
@@ -408,7 +407,6 @@ def test_trained_layers_of_the_decoder_become_8_bit_layers():
 
 
 def test_full_training_in_8_bits_learns_like_16(train_here):
-    pytest.importorskip("torchao")
     curves, facts = [], []
     for value in ("off", "tensorwise"):
         sections = {"method": {"name": "full"}, "model": {"dtype": "bfloat16"}, "train": {"precision": "bf16"}}
@@ -422,8 +420,6 @@ def test_full_training_in_8_bits_learns_like_16(train_here):
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_fast_accumulation_needs_its_recipe(monkeypatch, trained):
-    if trained:
-        pytest.importorskip("torchao")
     plain, flags = torch._scaled_mm, []
 
     def scaled(*args, use_fast_accum, **options):

@@ -1,4 +1,4 @@
-"""Multiply activations by frozen 8-bit weights, in one layer, in layers with LoRA adapters, and in a complete MLP."""
+"""Multiply activations by weights in 8 bits: in one layer, in layers with LoRA adapters, and in a complete MLP."""
 
 from typing import Any
 
@@ -18,12 +18,27 @@ SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
 def cast(
     values: torch.Tensor, dtype: torch.dtype, largest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values * scale in 8 bits, clamped to [-limit, limit], and the factor 1 / scale. `limit` is the largest
-    number of `dtype`, and scale = limit / largest. `largest` is the maximum magnitude of the values, or of several
-    tensors that share a factor. torchao's hp_tensor_to_float8_dynamic gives the same values."""
-    limit, largest = torch.finfo(dtype).max, values.abs().amax() if largest is None else largest
-    scale = (limit / largest.double().clamp(min=SMALLEST)).float()
-    return (values.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
+    """Return values * scale in 8 bits, and the factor 1 / scale. scale = limit / largest, where `limit` is the largest
+    number of `dtype`. `largest` is the maximum magnitude of the values, or of several tensors that share a factor. So
+    values * scale exceeds the limit at most by a rounding error, and the conversion to 8 bits rounds it down to the
+    limit. torchao's hp_tensor_to_float8_dynamic gives the same values."""
+    scale = scale_of(values.abs().amax() if largest is None else largest, dtype)
+    return (values.float() * scale).to(dtype), scale.reciprocal()
+
+
+def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
+
+
+def cast_both(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `values` (rows, columns) in 8 bits, their transposed copy (columns, rows), and the factor, as `cast`."""
+    if not values.is_cuda:
+        small, factor = cast(values, dtype)
+        return small, small.t().contiguous(), factor
+    from ftbench.kernels.cast_both import cast_both_ways  # needs triton
+
+    scale = scale_of(values.abs().amax(), dtype)
+    return *cast_both_ways(values, scale, dtype), scale.reciprocal()
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype, maxima: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +90,32 @@ class Product(torch.autograd.Function):
         (dy,) = gradients
         dx = multiply_back(dy, turned, factor, ctx.recipe, maxima) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None, None, None
+
+
+class TrainedProduct(torch.autograd.Function):
+    """Return x @ weight' (tokens, out) for x: (tokens, in) and a trained 16-bit `weight` (out, in). The three products
+    are in 8 bits. 8-bit products on Hopper need operands that are contiguous along the inner dimension. So the backward
+    pass also needs the transposed x, weight and dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
+        largest, of_weight = x.abs().amax(), weight.abs().amax()
+        ctx.save_for_backward(x, weight, largest, of_weight)
+        ctx.recipe = recipe
+        return multiply(x, *cast(weight, WEIGHT, of_weight), None, cast(x, WEIGHT, largest))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, largest, of_weight = ctx.saved_tensors
+        (dy,) = gradients
+        small, turned, factor = cast_both(dy, GRADIENT)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            w, w_factor = cast(weight.t(), WEIGHT, of_weight)
+            dx = multiply_back(dy, w.contiguous(), w_factor, ctx.recipe, None, (small, factor))
+        x, x_factor = cast(x.t(), WEIGHT, largest)
+        options = {"out_dtype": weight.dtype, "use_fast_accum": ctx.recipe in FAST}
+        return dx, torch._scaled_mm(turned, x.contiguous().t(), factor, x_factor, **options), None
 
 
 class AdaptedProduct(torch.autograd.Function):

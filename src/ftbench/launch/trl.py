@@ -77,7 +77,7 @@ def check_installed(spec: Experiment) -> None:
         "PIL": (spec.dataset.has_images, "train"),
         "triton": (on.triton_kernels or on.fp8 == DELAYED, "train"),
         "liger_kernel": (on.liger, "liger"),
-        "torchao": ("torchao" in optimizer or (method.name == "full" and on.fp8 != "off"), "torchao"),
+        "torchao": ("torchao" in optimizer, "torchao"),
         "unsloth": (method.name == "unsloth", "unsloth"),
         "deepspeed": (spec.launch.strategy.startswith("zero"), "deepspeed"),
     }

@@ -165,8 +165,7 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         loss=_loss(spec),
         liger=on.liger,
         compiled=bool(on.compile),
-        # with torchao's Float8Linear, torch.compile always recomputes the inputs of products in the backward pass
-        lean=on.compile == "lean" or (bool(on.compile) and on.fp8 != "off" and isinstance(method, Full)),
+        lean=on.compile == "lean",
         graphed=on.cuda_graph,
         fp8=on.fp8 != "off",
         chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,

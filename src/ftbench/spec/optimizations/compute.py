@@ -169,8 +169,8 @@ OPTIMIZATIONS = {
     "fp8": Optimization(
         type=Annotated[Literal["off", *RECIPES], Word],
         default="off",
-        description="compute the products of frozen layers (with method full: the trained layers of the decoder, with "
-        "torchao) in 8-bit floats: faster if compiled; tensorwise-fast also accumulates the backward pass in fewer "
+        description="compute the products of frozen layers (with method full: of the trained layers of the "
+        "decoder) in 8-bit floats: faster if compiled; tensorwise-fast also accumulates the backward pass in fewer "
         "bits; tensorwise-delayed is tensorwise-fast with scales from the previous step",
         not_with_unsloth="unsloth's fused functions multiply in 16 bits: set it to off, or use method lora",
         incompatibilities=_fp8,

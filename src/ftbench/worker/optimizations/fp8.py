@@ -1,7 +1,7 @@
 """Compute the matrix products of decoder layers with 8-bit floats. Adapters and the head stay in 16 bits.
 
-Trained layers (method full) become torchao's Float8Linear. It keeps 16-bit weights, and casts both operands of the
-forward product and of the two backward products. Frozen layers become an Fp8Linear.
+Trained layers (method full) become a TrainedFp8Linear. It keeps 16-bit weights, and casts both operands of the forward
+product and of the two backward products. Frozen layers become an Fp8Linear.
 
 torchao (Float8LinearConfig, torchao 0.17) casts each weight twice per step, once per direction. A cast moves 5 bytes
 per weight: it reads 16 bits twice (first for the maximum) and writes 8 bits. Frozen weights never change. So ftbench
@@ -11,14 +11,13 @@ the two copies need the memory of the 16-bit weight.
 """
 
 import copy
-from functools import cache
 from typing import Any
 
 import torch
 
 from ftbench.core.stats import grouped_by
 from ftbench.kernels.adapter_products import siblings
-from ftbench.kernels.small_products import DELAYED, FAST, WEIGHT, Product, cast
+from ftbench.kernels.small_products import DELAYED, WEIGHT, Product, TrainedProduct, cast
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model, decoder_layers
 
@@ -59,36 +58,21 @@ class Fp8Linear(torch.nn.Module):
         return self.weight, self.factor, self.turned, self.turned_factor, self.recipe, self.maxima
 
 
-@cache
-def _trained_layer() -> Any:
-    """Return the class of trained layers with 8-bit products, which needs torchao."""
-    from torchao.float8.float8_linear import Float8Linear
+class TrainedFp8Linear(torch.nn.Linear):
+    """A linear layer that trains its 16-bit weight with 8-bit products."""
 
-    class TrainedFp8Linear(Float8Linear):
-        """A Float8Linear that gets x as (tokens, in). torch.compile then reuses the maximum of x in the backward pass.
-        Zeros are added to x until the number of tokens, the inner size of the weight gradient, is divisible by 16."""
+    recipe: str
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            flat = x.reshape(-1, self.in_features)
-            tokens = flat.shape[0]
-            if extra := -tokens % MULTIPLE:
-                flat = torch.nn.functional.pad(flat, (0, 0, 0, extra))
-            made: torch.Tensor = super().forward(flat)
-            return (made[:tokens] if extra else made).view(*x.shape[:-1], self.out_features)
-
-    return TrainedFp8Linear
-
-
-def convert_trained(model: torch.nn.Module, names: set[str], recipe: str) -> None:
-    """Replace the named linear layers by layers that train the same 16-bit weights with 8-bit products."""
-    from torchao.float8 import Float8GemmConfig, Float8LinearConfig, convert_to_float8_training
-
-    back = Float8GemmConfig(use_fast_accum=recipe in FAST)
-    config = Float8LinearConfig(gemm_config_grad_input=back, gemm_config_grad_weight=back)
-    # since torchao 0.18, this function also avoids a bug of Triton that writes NaN (triton-lang/triton issue 11111)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in names)
-    for name in names:
-        model.get_submodule(name).__class__ = _trained_layer()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        flat = x.reshape(-1, self.in_features)
+        tokens = flat.shape[0]
+        if extra := -tokens % MULTIPLE:  # the inner size of the weight gradient is the number of tokens
+            flat = torch.nn.functional.pad(flat, (0, 0, 0, extra))
+        made = TrainedProduct.apply(flat, self.weight, self.recipe)
+        made = (made[:tokens] if extra else made).view(*x.shape[:-1], self.out_features)
+        return made if self.bias is None else made + self.bias.to(made.dtype)
 
 
 def wanted(model: Any) -> list[str]:
@@ -138,8 +122,9 @@ def apply(model: Any, spec: Experiment) -> None:
     recipe = spec.optimizations.fp8
     names = wanted(model)
     frozen = [name for name in names if not _is_trained(model.get_submodule(name))]
-    if trained := {*names} - {*frozen}:
-        convert_trained(model, trained, recipe)
+    for name in {*names} - {*frozen}:
+        layer = model.get_submodule(name)
+        layer.__class__, layer.recipe = TrainedFp8Linear, recipe
     groups = grouped_by(frozen, siblings)  # layers with the same input share a scale (see `join`)
     for names in groups.values():  # names, because references to modules would keep all 16-bit weights in memory
         largest = torch.stack([model.get_submodule(name).weight.abs().amax() for name in names]).amax()
@@ -167,7 +152,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 def layers(model: Any) -> int:
     """Return the number of layers that multiply in 8 bits."""
-    return sum(type(module).__name__ in ("Fp8Linear", "TrainedFp8Linear") for module in model.modules())
+    return sum(isinstance(module, (Fp8Linear, TrainedFp8Linear)) for module in model.modules())
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
