@@ -17,6 +17,8 @@ from triton.compiler import ASTSource
 from ftbench.kernels import (
     adamw,
     adapted_swiglu,
+    adapter_copies,
+    cast_both,
     clamped_gate,
     delayed_cast,
     expert_adapters,
@@ -36,6 +38,8 @@ def cases(norm: bool):
     head = rotary._blocks(28, 4, 128)
     short = {"LIMIT": 57344.0, "AGAIN": norm}
     yield delayed_cast._cast_to_fp8, {**short, "BLOCK": delayed_cast.BLOCK, "num_warps": 8}
+    yield cast_both._cast_both, {"LIMIT": 57344.0, **cast_both.TILE}
+    yield adapter_copies._copy_scaled, {"BLOCK": adapter_copies.BLOCK}
     gate = adapted_swiglu.constants_of(24, torch.bfloat16 if norm else torch.float32, torch.float8_e5m2, False)
     yield adapted_swiglu._adapted_swiglu_forward, {**gate, "AGAIN": norm}
     yield adapted_swiglu._adapted_swiglu_backward, {**gate, "AGAIN": norm}
@@ -58,8 +62,9 @@ def cases(norm: bool):
 def compiled(kernel, constants, dtype, architecture):
     """What Triton makes of a kernel whose tensors have this type."""
     warps = {"num_warps": constants.pop("num_warps", 4)}
-    sums = dict.fromkeys(("factor", "maxima", "of_rows", "of_columns"), "*fp32")
-    known_types = {"small": "*fp8e5", "order": "*i64", "slots": "*i64", "experts": "*i64", "ends": "*i32", **sums}
+    sums = dict.fromkeys(("factor", "maxima", "scale", "of_rows", "of_columns"), "*fp32")
+    whole = dict.fromkeys(("table", "order", "slots", "experts"), "*i64")
+    known_types = {"small": "*fp8e5", "turned": "*fp8e5", "scales": "*fp32", "ends": "*i32", **whole, **sums}
     if "numbers1" in signature(kernel.fn).parameters and "numbers1" not in constants:
         known_types |= {"first": "*u8", "second": "*u8"}
     names = list(signature(kernel.fn).parameters)

@@ -12,11 +12,12 @@ import pytest
 
 from tritons import DEVICE, module, torch
 
-adamw, adapted_swiglu, delayed_cast, four_bit_weights, rms_norm, rotary, sink_attention, swiglu = (
-    module(f"kernels.{name}")
-    for name in ("adamw", "adapted_swiglu", "delayed_cast", "four_bit_weights", "rms_norm", "rotary", "sink_attention",
-                 "swiglu")
-)  # fmt: skip
+NAMES = ("adamw", "adapted_swiglu", "adapter_copies", "cast_both", "delayed_cast", "four_bit_weights", "rms_norm",
+         "rotary", "sink_attention", "swiglu")  # fmt: skip
+adamw, adapted_swiglu, adapter_copies, cast_both, delayed_cast, four_bit_weights, rms_norm, *others = (
+    module(f"kernels.{name}") for name in NAMES
+)
+rotary, sink_attention, swiglu = others
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
@@ -206,6 +207,42 @@ def test_a_cast_of_rows_that_are_not_together_and_of_nothing_but_zeros():
     assert held(small, factor).abs().max() == 0
 
 
+@with_8_bits
+@each_dtype
+@pytest.mark.parametrize("small_dtype", SMALL, ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (130, 70), (256, 192)])
+def test_a_cast_in_both_directions(shape, small_dtype, dtype):
+    torch.manual_seed(0)
+    x = numbers_of(small_dtype, *shape, dtype=dtype)
+    scale = torch.tensor(torch.finfo(small_dtype).max / x.abs().max().item(), device=DEVICE)
+    small, turned = cast_both.cast_both_ways(x, scale, small_dtype)
+    assert torch.equal(held(small, 1 / scale), x.double())
+    assert turned.is_contiguous()
+    assert torch.equal(turned.t().double(), small.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_adapters_are_copied_at_once(dtype):
+    def drawn_copies():
+        torch.manual_seed(0)
+        wide = torch.full((3, 50, 24), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+        # bfloat16 values and powers of two, because Triton's interpreter does not round as a GPU does
+        sources = [drawn(*shape, dtype=torch.bfloat16).to(dtype) for shape in ((50, 8), (9, 24), (40, 16))]
+        targets = [wide[0][:, 8:16], wide[1][:9], wide[2][:40, :16]]
+        return wide, [*zip(targets, sources, (2.0, 1.0, 0.5), strict=True)]
+
+    (expected, plain), (found, ours) = drawn_copies(), drawn_copies()
+    adapter_copies.by_torch(plain)
+    copies = adapter_copies.AdapterCopies(lambda: ours)
+    copies()
+    copies.by_triton()
+    torch.testing.assert_close(found, expected, atol=0, rtol=0, equal_nan=True)
+    ours[0] = (ours[0][0], ours[0][1] * 2, 2.0)
+    copies.copies[0][1].data = ours[0][1]  # the adapter moved
+    copies()
+    torch.testing.assert_close(found[0][:, 8:16], 2 * expected[0][:, 8:16], atol=0, rtol=0)
+
+
 def around_a_gate(tokens, inner, rank, down, dtype):
     """The gradient, gate and up, mid and B of their adapters, down's gradient of mid and A: parts of wider buffers."""
     torch.manual_seed(0)
@@ -271,6 +308,7 @@ def test_maxima_go_from_step_to_step_and_past_evaluations():
 
 OPERATORS = {
     "cast_by_last": lambda: (delayed_cast.cast_by_last, drawn(3, 40), drawn(2).abs(), torch.float8_e5m2),
+    "cast_both_ways": lambda: (cast_both.cast_both_ways, drawn(3, 40), drawn(1).float()[0], torch.float8_e5m2),
     "gate_and_cast": lambda: (
         adapted_swiglu.gate_and_cast, drawn(3, 40), drawn(3, 8), drawn(40, 8), drawn(4, 20), drawn(2).abs(),
         torch.float8_e4m3fn,

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM as Model
 
 from conftest import spec_of
 from ftbench.errors import MissingError, SpecError
+from ftbench.kernels import adapter_copies
 from ftbench.kernels.small_products import AdaptedProduct
 from ftbench.launch import trl
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
@@ -180,7 +181,7 @@ def test_kernels_read_joined_outputs_of_8_bit_products(kernels, monkeypatch):
 def test_an_adapted_product_is_the_sum_of_its_parts():
     model = in_8_bits("tensorwise", kernels=False)
     group = decoder_layers(model)[0].mlp.up_proj.group
-    group.refresh()
+    adapter_copies.by_torch(group.copies())
     x, dy = torch.randn(32, 48, device=DEVICE), torch.randn(32, 160, device=DEVICE)
     found = []
     for make in (group.product, lambda x: torch.cat(group.outputs(x), 1)):
@@ -236,7 +237,7 @@ def test_fused_8_bit_mlp_learns_the_same_as_its_parts(kernels, in_torch, monkeyp
             monkeypatch.setattr(fused_lora.AdaptersOnlyGroup, "gated", lambda *_: None)
         model.zero_grad()
         for group in groups:
-            group.refresh()
+            adapter_copies.by_torch(group.copies())
             group.joined[0].maxima.zero_()
         given = x.clone().requires_grad_()
         made = mlp(given)

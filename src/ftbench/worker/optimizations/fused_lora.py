@@ -10,6 +10,7 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
+from ftbench.kernels.adapter_copies import AdapterCopies, Copy
 from ftbench.kernels.adapter_products import ALIGNED, AdaptersOnly, Augmented, siblings
 from ftbench.kernels.expert_products import group_experts
 from ftbench.kernels.four_bit_weights import tensors_of
@@ -24,8 +25,8 @@ MOST = 32  # maximum sum of ranks in a group that uses the kernels of `kernels/a
 
 class AdapterGroup(torch.nn.Module):
     """Linear layers with adapters that read the same input. The first call with a new input computes the outputs of all
-    layers. The group has no parameters. `refresh` copies the adapters' values from peft's modules to `a` (A of all
-    layers) and `b` (s * B of all layers, where s is the scale of LoRA)."""
+    layers. The group has no parameters. Before each forward pass, the adapters' values are copied from peft's modules
+    to `a` (A of all layers) and `b` (s * B of all layers, where s is the scale of LoRA)."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -67,7 +68,8 @@ class AdapterGroup(torch.nn.Module):
         """Return whether all adapters are active and not merged."""
         return not any(layer.disable_adapters or layer.merged for layer in self.layers)
 
-    def refresh(self) -> None:
+    def copies(self) -> Iterator[Copy]:
+        """Yield the copies from peft's modules to `a` and `b`."""
         raise NotImplementedError
 
     def adapters(self) -> Iterator[torch.Tensor]:
@@ -99,12 +101,11 @@ class AugmentedGroup(AdapterGroup):
         """Return the tensors from which `adapter_products.weight_of` makes the matrix."""
         return (self.weight,)
 
-    @torch.no_grad()
-    def refresh(self) -> None:
+    def copies(self) -> Iterator[Copy]:
         for index, (layer, rows) in enumerate(zip(self.layers, self.b.split(self.sizes), strict=True)):
             rank = slice(index * self.rank, (index + 1) * self.rank)
-            self.a[rank].copy_(layer.lora_A[ADAPTER].weight)
-            torch.mul(layer.lora_B[ADAPTER].weight, self.scales[index], out=rows[:, rank])
+            yield self.a[rank], layer.lora_A[ADAPTER].weight, 1.0
+            yield rows[:, rank], layer.lora_B[ADAPTER].weight, self.scales[index]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layers' outputs side by side, followed by `self.columns` zero columns. x is (tokens, width), or
@@ -147,13 +148,12 @@ class AdaptersOnlyGroup(AdapterGroup):
         # in a tuple, because torch must not register the layer's parameters here
         self.joined = (fp8.join([layer.get_base_layer() for layer in layers]),)
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        parts = zip(self.layers, self.scales, self.a.split(self.rank), self.b.split(self.sizes), strict=True)
-        for index, (layer, scale, a, b) in enumerate(parts):
-            a.copy_(layer.lora_A[ADAPTER].weight)
-            torch.mul(layer.lora_B[ADAPTER].weight, scale, out=b)
-            self.blocks.split(self.sizes)[index][:, index * self.rank : (index + 1) * self.rank].copy_(b)
+    def copies(self) -> Iterator[Copy]:
+        rows = (self.a.split(self.rank), self.b.split(self.sizes), self.blocks.split(self.sizes))
+        for index, (layer, scale, a, b, wide) in enumerate(zip(self.layers, self.scales, *rows, strict=True)):
+            yield a, layer.lora_A[ADAPTER].weight, 1.0
+            for target in (b, wide[:, index * self.rank : (index + 1) * self.rank]):
+                yield target, layer.lora_B[ADAPTER].weight, scale
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layers' outputs side by side, (tokens, sum of output widths), for x: (tokens, width)."""
@@ -194,14 +194,14 @@ class AdaptersOnlyGroup(AdapterGroup):
 
 class ShardedGroup(AdaptersOnlyGroup):
     """An AdapterGroup for sharded layers. Their weights are gathered only while the decoder layer computes. So this
-    group reads the adapters in each forward pass, and `refresh` does nothing."""
+    group reads the adapters in each forward pass, without copies."""
 
     def __init__(self, layers: list[Any]) -> None:
         AdapterGroup.__init__(self, layers)
         self.joined = (None,)
 
-    def refresh(self) -> None:
-        pass
+    def copies(self) -> Iterator[Copy]:
+        yield from ()
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         first, second = [*self.adapters()][::2], [*self.adapters()][1::2]
@@ -237,11 +237,8 @@ def apply(model: Any, spec: Experiment) -> None:
             layer.__class__ = _fused(type(layer))  # type: ignore[arg-type]
             layer.group, layer.place_in_group = groups[-1], index
 
-    def refresh(*_: Any) -> None:
-        for group in groups:
-            group.refresh()
-
-    base_model(model).register_forward_pre_hook(refresh)  # runs before the image encoder too
+    copies = AdapterCopies(lambda: [each for group in groups for each in group.copies()])
+    base_model(model).register_forward_pre_hook(lambda *_: copies())  # runs before the image encoder too
 
 
 def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
