@@ -18,7 +18,6 @@ from ftbench.kernels import (
     adamw,
     adapted_swiglu,
     adapter_copies,
-    cast_both,
     clamped_gate,
     delayed_cast,
     expert_adapters,
@@ -26,6 +25,7 @@ from ftbench.kernels import (
     rms_norm,
     rotary,
     swiglu,
+    transposed_cast,
 )  # fmt: skip
 
 SCALARS = dict.fromkeys(("eps", "lr", "decay", "fresh1", "fresh2", "root"), "fp32")  # all others are integers
@@ -38,7 +38,7 @@ def cases(norm: bool):
     head = rotary._blocks(28, 4, 128)
     short = {"LIMIT": 57344.0, "AGAIN": norm}
     yield delayed_cast._cast_to_fp8, {**short, "BLOCK": delayed_cast.BLOCK, "num_warps": 8}
-    yield cast_both._cast_both, {"LIMIT": 57344.0, **cast_both.TILE}
+    yield transposed_cast._cast_both, {"LIMIT": 57344.0, "BOTH": norm, **transposed_cast.TILE}
     yield adapter_copies._copy_scaled, {"BLOCK": adapter_copies.BLOCK}
     gate = adapted_swiglu.constants_of(24, torch.bfloat16 if norm else torch.float32, torch.float8_e5m2, False)
     yield adapted_swiglu._adapted_swiglu_forward, {**gate, "AGAIN": norm}

@@ -12,12 +12,12 @@ import pytest
 
 from tritons import DEVICE, module, torch
 
-NAMES = ("adamw", "adapted_swiglu", "adapter_copies", "cast_both", "delayed_cast", "four_bit_weights", "rms_norm",
-         "rotary", "sink_attention", "swiglu")  # fmt: skip
-adamw, adapted_swiglu, adapter_copies, cast_both, delayed_cast, four_bit_weights, rms_norm, *others = (
+NAMES = ("adamw", "adapted_swiglu", "adapter_copies", "delayed_cast", "four_bit_weights", "rms_norm",
+         "rotary", "sink_attention", "swiglu", "transposed_cast")  # fmt: skip
+adamw, adapted_swiglu, adapter_copies, delayed_cast, four_bit_weights, rms_norm, *others = (
     module(f"kernels.{name}") for name in NAMES
 )
-rotary, sink_attention, swiglu = others
+rotary, sink_attention, swiglu, transposed_cast = others
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
@@ -196,6 +196,11 @@ def test_a_cast_rounds_to_the_nearest(small_dtype):
     small, _ = delayed_cast.cast_by_last(x, torch.tensor([4.0 / ROOM[small_dtype], 0.0], device=DEVICE), small_dtype)
     limit = torch.finfo(small_dtype).max
     assert torch.equal(small.float(), (x.float() * (limit / 4.0)).clamp(-limit, limit).to(small_dtype).float())
+    scale = torch.tensor(limit / x.abs().max().item(), device=DEVICE)
+    expected = (x.float() * scale).clamp(-limit, limit).to(small_dtype)
+    small, turned = transposed_cast.cast_both_ways(x, scale, small_dtype)
+    assert torch.equal(small.float(), expected.float())
+    assert torch.equal(turned.float(), expected.float().t())
 
 
 @with_8_bits
@@ -208,17 +213,18 @@ def test_a_cast_of_rows_that_are_not_together_and_of_nothing_but_zeros():
 
 
 @with_8_bits
-@each_dtype
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("small_dtype", SMALL, ids=str)
 @pytest.mark.parametrize("shape", [(1, 16), (130, 70), (256, 192)])
 def test_a_cast_in_both_directions(shape, small_dtype, dtype):
     torch.manual_seed(0)
     x = numbers_of(small_dtype, *shape, dtype=dtype)
     scale = torch.tensor(torch.finfo(small_dtype).max / x.abs().max().item(), device=DEVICE)
-    small, turned = cast_both.cast_both_ways(x, scale, small_dtype)
+    small, turned = transposed_cast.cast_both_ways(x, scale, small_dtype)
     assert torch.equal(held(small, 1 / scale), x.double())
-    assert turned.is_contiguous()
-    assert torch.equal(turned.t().double(), small.double())
+    for copy in (turned, transposed_cast.cast_turned(x, scale, small_dtype)):
+        assert copy.is_contiguous()
+        assert torch.equal(copy.t().double(), small.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -308,7 +314,8 @@ def test_maxima_go_from_step_to_step_and_past_evaluations():
 
 OPERATORS = {
     "cast_by_last": lambda: (delayed_cast.cast_by_last, drawn(3, 40), drawn(2).abs(), torch.float8_e5m2),
-    "cast_both_ways": lambda: (cast_both.cast_both_ways, drawn(3, 40), drawn(1).float()[0], torch.float8_e5m2),
+    "cast_turned": lambda: (transposed_cast.cast_turned, drawn(3, 40), drawn(1).float()[0], torch.float8_e5m2),
+    "cast_both_ways": lambda: (transposed_cast.cast_both_ways, drawn(3, 40), drawn(1).float()[0], torch.float8_e5m2),
     "gate_and_cast": lambda: (
         adapted_swiglu.gate_and_cast, drawn(3, 40), drawn(3, 8), drawn(40, 8), drawn(4, 20), drawn(2).abs(),
         torch.float8_e4m3fn,

@@ -32,13 +32,24 @@ def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def cast_both(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `values` (rows, columns) in 8 bits, their transposed copy (columns, rows), and the factor, as `cast`."""
-    if not values.is_cuda:
+    if not values.is_cuda or values.dtype == torch.float32:
         small, factor = cast(values, dtype)
         return small, small.t().contiguous(), factor
-    from ftbench.kernels.cast_both import cast_both_ways  # needs triton
+    from ftbench.kernels import transposed_cast  # needs triton
 
     scale = scale_of(values.abs().amax(), dtype)
-    return *cast_both_ways(values, scale, dtype), scale.reciprocal()
+    return *transposed_cast.cast_both_ways(values, scale, dtype), scale.reciprocal()
+
+
+def cast_turned(values: torch.Tensor, dtype: torch.dtype, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the transposed copy of `values` (columns, rows) in 8 bits, and the factor, as `cast`."""
+    if not values.is_cuda or values.dtype == torch.float32:
+        turned, factor = cast(values.t(), dtype, largest)
+        return turned.contiguous(), factor
+    from ftbench.kernels import transposed_cast  # needs triton
+
+    scale = scale_of(largest, dtype)
+    return transposed_cast.cast_turned(values, scale, dtype), scale.reciprocal()
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype, maxima: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,9 +124,9 @@ class TrainedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             w, w_factor = cast(weight.t(), WEIGHT, of_weight)
             dx = multiply_back(dy, w.contiguous(), w_factor, ctx.recipe, None, (small, factor))
-        x, x_factor = cast(x.t(), WEIGHT, largest)
+        turned_x, x_factor = cast_turned(x, WEIGHT, largest)
         options = {"out_dtype": weight.dtype, "use_fast_accum": ctx.recipe in FAST}
-        return dx, torch._scaled_mm(turned, x.contiguous().t(), factor, x_factor, **options), None
+        return dx, torch._scaled_mm(turned, turned_x.t(), factor, x_factor, **options), None
 
 
 class AdaptedProduct(torch.autograd.Function):
