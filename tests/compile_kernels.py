@@ -38,7 +38,7 @@ def cases(norm: bool):
     head = rotary._blocks(28, 4, 128)
     short = {"LIMIT": 57344.0, "AGAIN": norm}
     yield delayed_cast._cast_to_fp8, {**short, "BLOCK": delayed_cast.BLOCK, "num_warps": 8}
-    yield transposed_cast._cast_both, {"LIMIT": 57344.0, "BOTH": norm, **transposed_cast.TILE}
+    yield transposed_cast._cast_layouts, {"LIMIT": 57344.0, "BOTH": norm, **transposed_cast.TILE}
     yield adapter_copies._copy_scaled, {"BLOCK": adapter_copies.BLOCK}
     gate = adapted_swiglu.constants_of(24, torch.bfloat16 if norm else torch.float32, torch.float8_e5m2, False)
     yield adapted_swiglu._adapted_swiglu_forward, {**gate, "AGAIN": norm}

@@ -198,7 +198,7 @@ def test_a_cast_rounds_to_the_nearest(small_dtype):
     assert torch.equal(small.float(), (x.float() * (limit / 4.0)).clamp(-limit, limit).to(small_dtype).float())
     scale = torch.tensor(limit / x.abs().max().item(), device=DEVICE)
     expected = (x.float() * scale).clamp(-limit, limit).to(small_dtype)
-    small, turned = transposed_cast.cast_both_ways(x, scale, small_dtype)
+    small, turned = transposed_cast.cast_layouts(x, scale, small_dtype, True)
     assert torch.equal(small.float(), expected.float())
     assert torch.equal(turned.float(), expected.float().t())
 
@@ -220,9 +220,9 @@ def test_a_cast_in_both_directions(shape, small_dtype, dtype):
     torch.manual_seed(0)
     x = numbers_of(small_dtype, *shape, dtype=dtype)
     scale = torch.tensor(torch.finfo(small_dtype).max / x.abs().max().item(), device=DEVICE)
-    small, turned = transposed_cast.cast_both_ways(x, scale, small_dtype)
+    small, turned = transposed_cast.cast_layouts(x, scale, small_dtype, True)
     assert torch.equal(held(small, 1 / scale), x.double())
-    for copy in (turned, transposed_cast.cast_turned(x, scale, small_dtype)):
+    for copy in (turned, transposed_cast.cast_layouts(x, scale, small_dtype, False)[1]):
         assert copy.is_contiguous()
         assert torch.equal(copy.t().double(), small.double())
 
@@ -314,8 +314,12 @@ def test_maxima_go_from_step_to_step_and_past_evaluations():
 
 OPERATORS = {
     "cast_by_last": lambda: (delayed_cast.cast_by_last, drawn(3, 40), drawn(2).abs(), torch.float8_e5m2),
-    "cast_turned": lambda: (transposed_cast.cast_turned, drawn(3, 40), drawn(1).float()[0], torch.float8_e5m2),
-    "cast_both_ways": lambda: (transposed_cast.cast_both_ways, drawn(3, 40), drawn(1).float()[0], torch.float8_e5m2),
+    "cast_layouts": lambda: (
+        transposed_cast.cast_layouts, drawn(3, 40), drawn(1).float()[0], torch.float8_e5m2, True,
+    ),
+    "cast_layouts of a known input": lambda: (
+        transposed_cast.cast_layouts, drawn(3, 40), drawn(1).float()[0], torch.float8_e4m3fn, False,
+    ),
     "gate_and_cast": lambda: (
         adapted_swiglu.gate_and_cast, drawn(3, 40), drawn(3, 8), drawn(40, 8), drawn(4, 20), drawn(2).abs(),
         torch.float8_e4m3fn,

@@ -101,9 +101,7 @@ def bundle(
 
 
 @command()
-def verify(
-    bundle: Annotated[Path, typer.Argument(help="an archive of `ftbench bundle`")], as_json: Json = False
-) -> None:
+def verify(bundle: Annotated[Path, typer.Argument(help="archive of `ftbench bundle`")], as_json: Json = False) -> None:
     """Check the hashes of a bundle and recompute its figures from the steps. Exits with 1 if anything differs."""
     from ftbench.store import verify as command
 

@@ -46,9 +46,7 @@ class StepRow:
     label_tokens: int | None = _column("tokens", "positions that carry loss", "shares")
     samples: int | None = _column("", "samples of the step", "shares")
     longest_sequence: int | None = _column("tokens", "longest sequence of the step")
-    loss: float | None = _column(
-        "nats/token", "training or evaluation loss; for dpo and grpo the loss of that objective", "loss"
-    )
+    loss: float | None = _column("nats/token", "loss of the objective, in training or evaluation", "loss")
     grad_norm: float | None = _column("", "gradient norm before clipping")
     learning_rate: float | None = _column("", "learning rate used by the step", "first")
     peak_reserved_gb: float | None = _column("GiB", "largest allocator pool within the step")
@@ -62,20 +60,14 @@ class StepRow:
     throttle: str | None = _column("", "throttle reasons joined by |; `none` if the driver reported no reason", "all")
     recompiles: int | None = _column("", "graphs compiled by torch.compile within the step; empty without compile")
     gpu_busy: float | None = _column("", "share of the time that the GPU was busy, by the driver's counters", "mean")
-    tensor_busy: float | None = _column(
-        "", "share of the time in which tensor cores were busy, by the driver's counters", "mean"
-    )
-    memory_busy: float | None = _column(
-        "", "share of the memory bandwidth that was used, by the driver's counters", "mean"
-    )
+    tensor_busy: float | None = _column("", "share of time with busy tensor cores, by the driver's counters", "mean")
+    memory_busy: float | None = _column("", "share of the memory bandwidth used, by the driver's counters", "mean")
     allocations: int | None = _column("", "blocks allocated by the caching allocator within the step")
-    data_rank: int | None = _column(
-        "", "index of the batch share: ranks with the same index trained on the same tokens", "none"
-    )
+    data_rank: int | None = _column("", "ranks with the same number trained on the same tokens", "none")
     host_cpu_by_others: float | None = _column("", "share of the host's CPUs that other processes used", "mean")
     gpu_by_others: float | None = _column("", "share of the time in which kernels of other processes ran on the GPU")
     images: int | None = _column(
-        "", "images of the step; this and all columns to loss_s are empty without images", "shares"
+        "", "images of the step; without images, this and all columns to loss_s are empty", "shares"
     )
     image_tokens: int | None = _column("tokens", "real tokens of images", "shares")
     text_tokens: int | None = _column("tokens", "real tokens of text", "shares")
@@ -85,9 +77,7 @@ class StepRow:
     language_s: float | None = _column("s", "device time of the decoder in the forward pass")
     loss_s: float | None = _column("s", "device time of head and loss in the forward pass")
     reward_accuracy: float | None = _column("", "dpo: share of pairs whose chosen answer has the higher reward", "mean")
-    reward_margin: float | None = _column(
-        "nats", "dpo: mean difference of the rewards of chosen and rejected answer", "mean"
-    )
+    reward_margin: float | None = _column("nats", "dpo: mean reward difference of chosen and rejected answer", "mean")
     generation_s: float | None = _column("s", "grpo: device time of generation, not part of forward_backward_s")
     scoring_s: float | None = _column("s", "grpo: device time of rewards and of the reference model")
     generated_tokens: int | None = _column("tokens", "grpo: tokens of the step's completions", "shares")

@@ -34,9 +34,7 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
         FtbenchError: If nothing could be measured.
     """
     if importlib.util.find_spec("torch") is None:
-        raise MissingError(
-            f"probe needs torch, which is not installed for {sys.executable}: pip install 'ftbench[train]'"
-        )
+        raise MissingError(f"probe needs torch, which {sys.executable} does not have: pip install 'ftbench[train]'")
     described = machine.describe()
     folder = out / machine.PROBES
     with rundir.writing(folder):

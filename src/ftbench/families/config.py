@@ -49,9 +49,7 @@ class Config:
             full = range(layers) if sliding is None else range(sliding - 1, layers, sliding) if sliding else ()
             return ["full_attention" if index in full else "sliding_attention" for index in range(layers)]
         if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
-            raise ValueError(
-                f"config.json: layer_types must be a list with the name of a kind for each of the {layers} layers"
-            )
+            raise ValueError(f"config.json: layer_types must be a list with a name for each of the {layers} layers")
         return kinds
 
     def windows(self, sliding: int | None) -> list[int | None]:

@@ -93,8 +93,4 @@ def augmented_weight(
     return wide
 
 
-@augmented_weight.register_fake
-def _(
-    a: torch.Tensor, b: torch.Tensor, layers: list[torch.Tensor], each: int, gradient: torch.Tensor | None
-) -> torch.Tensor:
-    return b.new_empty(b.shape[0] + b.shape[1], a.shape[1] + b.shape[1])
+augmented_weight.register_fake(lambda a, b, *_: b.new_empty(b.shape[0] + b.shape[1], a.shape[1] + b.shape[1]))

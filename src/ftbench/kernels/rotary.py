@@ -171,9 +171,7 @@ def rotary_forward(
     return made
 
 
-rotary_forward.register_fake(
-    lambda query, key, value, query_weight, key_weight, cos, sin, eps: _heads(query, key, value, cos)
-)  # fmt: skip
+rotary_forward.register_fake(lambda query, key, value, q_weight, k_weight, cos, *_: _heads(query, key, value, cos))
 
 
 @torch.library.custom_op("ftbench::rotary_backward", mutates_args=())

@@ -30,26 +30,18 @@ def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
 
 
-def cast_both(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `values` (rows, columns) in 8 bits, their transposed copy (columns, rows), and the factor, as `cast`."""
-    if not values.is_cuda or values.dtype == torch.float32:
-        small, factor = cast(values, dtype)
+def cast_layouts(
+    values: torch.Tensor, dtype: torch.dtype, by_kernel: bool, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `values` (rows, columns) in 8 bits, their transposed copy, and the factor, as `cast`. If `largest` is
+    known, the values were cast before, and the first result can be empty."""
+    if not by_kernel:
+        small, factor = cast(values, dtype, largest)
         return small, small.t().contiguous(), factor
     from ftbench.kernels import transposed_cast  # needs triton
 
-    scale = scale_of(values.abs().amax(), dtype)
-    return *transposed_cast.cast_both_ways(values, scale, dtype), scale.reciprocal()
-
-
-def cast_turned(values: torch.Tensor, dtype: torch.dtype, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the transposed copy of `values` (columns, rows) in 8 bits, and the factor, as `cast`."""
-    if not values.is_cuda or values.dtype == torch.float32:
-        turned, factor = cast(values.t(), dtype, largest)
-        return turned.contiguous(), factor
-    from ftbench.kernels import transposed_cast  # needs triton
-
-    scale = scale_of(largest, dtype)
-    return transposed_cast.cast_turned(values, scale, dtype), scale.reciprocal()
+    scale = scale_of(values.abs().amax() if largest is None else largest, dtype)
+    return *transposed_cast.cast_layouts(values, scale, dtype, largest is None), scale.reciprocal()
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype, maxima: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,27 +98,27 @@ class Product(torch.autograd.Function):
 class TrainedProduct(torch.autograd.Function):
     """Return x @ weight' (tokens, out) for x: (tokens, in) and a trained 16-bit `weight` (out, in). The three products
     are in 8 bits. 8-bit products on Hopper need operands that are contiguous along the inner dimension. So the backward
-    pass also needs the transposed x, weight and dy."""
+    pass also needs the transposed x, weight and dy. If `by_kernel`, a Triton kernel makes those of x and dy."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: str, by_kernel: bool) -> torch.Tensor:
         largest, of_weight = x.abs().amax(), weight.abs().amax()
         ctx.save_for_backward(x, weight, largest, of_weight)
-        ctx.recipe = recipe
+        ctx.recipe, ctx.by_kernel = recipe, by_kernel
         return multiply(x, *cast(weight, WEIGHT, of_weight), None, cast(x, WEIGHT, largest))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight, largest, of_weight = ctx.saved_tensors
         (dy,) = gradients
-        small, turned, factor = cast_both(dy, GRADIENT)
+        small, turned, factor = cast_layouts(dy, GRADIENT, ctx.by_kernel)
         dx = None
         if ctx.needs_input_grad[0]:
             w, w_factor = cast(weight.t(), WEIGHT, of_weight)
             dx = multiply_back(dy, w.contiguous(), w_factor, ctx.recipe, None, (small, factor))
-        turned_x, x_factor = cast_turned(x, WEIGHT, largest)
+        _, turned_x, x_factor = cast_layouts(x, WEIGHT, ctx.by_kernel, largest)
         options = {"out_dtype": weight.dtype, "use_fast_accum": ctx.recipe in FAST}
-        return dx, torch._scaled_mm(turned, turned_x.t(), factor, x_factor, **options), None
+        return dx, torch._scaled_mm(turned, turned_x.t(), factor, x_factor, **options), None, None
 
 
 class AdaptedProduct(torch.autograd.Function):

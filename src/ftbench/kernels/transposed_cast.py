@@ -18,7 +18,7 @@ TILE = {"ROWS": 128, "COLUMNS": 64, "num_warps": 8}
 
 
 @triton.jit
-def _cast_both(
+def _cast_layouts(
     x: tensor, small: tensor, turned: tensor, scale: tensor, tokens: tensor, columns: tensor, LIMIT: constexpr,
     BOTH: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
@@ -33,33 +33,21 @@ def _cast_both(
     tl.store(turned + tl.trans(column * tokens + row), tl.trans(cast), mask=tl.trans(mask))
 
 
-def _launch(x: torch.Tensor, small: torch.Tensor | None, turned: torch.Tensor, scale: torch.Tensor) -> None:
-    (tokens, columns), limit = x.shape, torch.finfo(turned.dtype).max
+@torch.library.custom_op("ftbench::cast_layouts", mutates_args=())
+def cast_layouts(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, both: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x * scale in 8 bits, clamped to the limits of `dtype`, and its transposed copy. x is (tokens, columns) in
+    16 bits, and `scale` is a tensor with one float32 number. Without `both`, the first result is an empty tensor."""
+    (tokens, columns), (small, turned) = x.shape, _empty(x, dtype, both)
     grid = (triton.cdiv(columns, TILE["COLUMNS"]), triton.cdiv(tokens, TILE["ROWS"]))
-    given = (x.contiguous(), turned if small is None else small, turned, scale, tokens, columns)
-    _cast_both[grid](*given, LIMIT=limit, BOTH=small is not None, **TILE)
-
-
-@torch.library.custom_op("ftbench::cast_both_ways", mutates_args=())
-def cast_both_ways(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x * scale in 8 bits, clamped to the limits of `dtype`, and its transposed copy. x is (tokens, columns)
-    in 16 bits, and `scale` is a tensor with one float32 number."""
-    small, turned = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[::-1], dtype=dtype)
-    _launch(x, small, turned, scale)
+    given = (x.contiguous(), small, turned, scale, tokens, columns)
+    _cast_layouts[grid](*given, LIMIT=torch.finfo(dtype).max, BOTH=both, **TILE)
     return small, turned
 
 
-cast_both_ways.register_fake(
-    lambda x, scale, dtype: (x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[::-1], dtype=dtype))
-)  # fmt: skip
+def _empty(x: torch.Tensor, dtype: torch.dtype, both: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape if both else 0, dtype=dtype), x.new_empty(x.shape[::-1], dtype=dtype)
 
 
-@torch.library.custom_op("ftbench::cast_turned", mutates_args=())
-def cast_turned(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return only the transposed copy of `cast_both_ways`."""
-    turned = x.new_empty(x.shape[::-1], dtype=dtype)
-    _launch(x, None, turned, scale)
-    return turned
-
-
-cast_turned.register_fake(lambda x, scale, dtype: x.new_empty(x.shape[::-1], dtype=dtype))
+cast_layouts.register_fake(lambda x, scale, dtype, both: _empty(x, dtype, both))

@@ -95,9 +95,7 @@ def _read_events(path: Path, trace: Trace) -> dict[str, Any]:
     with gzip.open(path) as file:
         text = file.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
-        raise TraceError(
-            f"{path}: larger than {MOST_BYTES >> 30} GiB; profile fewer steps (--steps 1), or accumulate less"
-        )
+        raise TraceError(f"{path}: larger than {MOST_BYTES >> 30} GiB; profile fewer steps (--steps 1)")
     document: dict[str, Any] = json.loads(text.decode(errors="replace"), strict=False, object_hook=keep)
     document["traceEvents"]  # raises KeyError for other documents
     return document

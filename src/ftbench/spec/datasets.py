@@ -67,7 +67,7 @@ DATASETS: dict[str, Source] = {
         image_size=(500, 500),
     ),
     "file": Source(
-        "your JSON, JSONL, CSV or Parquet file (`path`), or a folder with images and one such file that lists them"
+        "a JSON, JSONL, CSV or Parquet file (`path`), or a folder with images and a list of them"
     ),
     "images": Source("generated images of a given size (`image_size`) and tokens; no download"),
     "synthetic": Source(
@@ -90,7 +90,7 @@ class Dataset(Part):
     name: str = Field("sample", description="one of `ftbench list datasets`, or owner/name of a dataset on the hub")
     samples: Int | None = Field(None, ge=1, description="number of samples, drawn with `seed`; default: all")
     max_length: Int = Field(
-        2048, ge=2, le=1_048_576, description="maximum length in tokens; longer samples are truncated"
+        2048, ge=2, le=1_048_576, description="most tokens per sample; longer samples are truncated"
     )
     seed: Int = Field(42, ge=0, description="seed of the sample order and of synthetic data")
     eval_samples: Int = Field(0, ge=0, description="samples held out for evaluation")
@@ -104,9 +104,7 @@ class Dataset(Part):
         {}, description="role → column, if your columns have other names: {prompt: question, completion: answer}"
     )
     prompt: str = Field("Describe", min_length=1, description="question about the image, if the rows have no question")
-    image_size: tuple[Side, Side] | None = Field(
-        None, description="images: width and height in pixels, or their mean size"
-    )
+    image_size: tuple[Side, Side] | None = Field(None, description="images: width and height in pixels, or their mean")
     image_sizes: Literal["fixed", "photographs", "documents"] = Field(
         "fixed", description="images: one size, or the various sizes of photographs or scanned pages"
     )

@@ -37,9 +37,7 @@ class Model(Part):
         "pretrained", description="random: same shape and speed, no download, no useful learning"
     )
     revision: str | None = Field(None, description="commit, tag or branch on the hub")
-    path: str | None = Field(
-        None, description="local model directory, or for random weights a config.json with the shape"
-    )
+    path: str | None = Field(None, description="local model directory, or a config.json for random weights")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="type of the loaded weights; auto: bfloat16 on a GPU that supports it, else float32"
     )
@@ -88,8 +86,7 @@ class Train(OlderPart):
     )  # fmt: skip
     max_grad_norm: Float = Field(0.3, ge=0, description="gradients are clipped to this norm; 0: no clipping")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-        "auto",
-        description="autocast type (fp32: no autocast); auto: bf16 on a GPU that supports it, else fp32",
+        "auto", description="autocast type (fp32: no autocast); auto: bf16 on a GPU that supports it, else fp32"
     )
     seed: Int = Field(42, ge=0, lt=2**32, description="seed of the initial adapters and of dropout")
 

@@ -164,9 +164,7 @@ def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, 
     for layer in _chain(path, seen):
         keys = merge(keys, layer.data)
     if others := [key for key in keys if key not in RECIPE_SECTIONS]:
-        raise SpecError(
-            f"{path}: recipe: has {', '.join(RECIPE_SECTIONS)}, not {', '.join(others)}: use `extends:` for that"
-        )
+        raise SpecError(f"{path}: recipe: has {', '.join(RECIPE_SECTIONS)}, not {', '.join(others)}: use `extends:`")
     return keys
 
 

@@ -115,10 +115,7 @@ class _Adapters(_Method):
     )
     vision: Trained = Field("frozen", description="training of the vision encoder: none, with adapters, or full")
     projector: Trained = Field("frozen", description="how the projector between encoder and language model is trained")
-    experts: Switch = Field(
-        False,
-        description="also train adapters on fused expert weights (peft target_parameters)",
-    )
+    experts: Switch = Field(False, description="also train adapters on fused expert weights (peft target_parameters)")
 
     def incompatibilities(self, spec: Experiment) -> Iterator[str]:
         yield from super().incompatibilities(spec)

@@ -41,11 +41,7 @@ def spec_text(path: Path) -> bytes:
 
 
 def spec_sets(
-    sets: Sequence[str] | None,
-    recipe: str | None,
-    dataset: str | None,
-    length: int | None,
-    samples: int | None = None,
+    sets: Sequence[str] | None, recipe: str | None, dataset: str | None, length: int | None, samples: int | None = None
 ) -> list[str]:
     """Express `--recipe`, `--dataset` and `--length` as `--set` values. Return them, followed by the user's `sets`.
 

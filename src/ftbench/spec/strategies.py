@@ -173,7 +173,7 @@ def division_problems(model: Model, launch: Launch, config: Mapping[str, Any]) -
 _STAGES = "each GPU holds some of the layers; micro-batches pass from one GPU to the next (torch)"
 STRATEGIES = {
     "ddp": Strategy(
-        description="each GPU has a copy of the model and trains on a share of the batch; the GPUs sum their gradients",
+        description="each GPU has a copy of the model and trains on a share of the batch; the GPUs sum their gradients"
     ),
     "fsdp": Strategy(
         description="each GPU holds a part of each layer; GPUs gather a layer before computing it (PyTorch's FSDP2)",

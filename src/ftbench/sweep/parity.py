@@ -78,9 +78,7 @@ def _check(spec: Experiment) -> None:
     """Raise SpecError if `ftbench parity` cannot judge this spec."""
     problems = []
     if spec.objective.name != "sft":
-        problems.append(
-            f"objective {spec.objective.name}: only sft has a loss per sample to compare. Set objective=sft"
-        )
+        problems.append(f"objective {spec.objective.name}: only sft has a loss per sample: set objective=sft")
     if not spec.dataset.eval_samples:
         problems.append("no held-out data: set dataset.eval_samples=64 (or more)")
     if spec.train.max_steps is None:

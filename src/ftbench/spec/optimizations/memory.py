@@ -82,7 +82,7 @@ OPTIMIZATIONS = {
         not_with_unsloth="use method.use_gradient_checkpointing: unsloth",
         excludes={
             "optimizations.gradient_checkpointing": "optimizations.activation_offload and gradient_checkpointing save "
-            "the same memory: choose one",
+            "the same memory: choose one"
         },
         needs_gpu=True,
     ),

@@ -3,11 +3,9 @@
 Trained layers (method full) become a TrainedFp8Linear. It keeps 16-bit weights, and casts both operands of the forward
 product and of the two backward products. Frozen layers become an Fp8Linear.
 
-torchao (Float8LinearConfig, torchao 0.17) casts each weight twice per step, once per direction. A cast moves 5 bytes
-per weight: it reads 16 bits twice (first for the maximum) and writes 8 bits. Frozen weights never change. So ftbench
-casts them once, before training, and frees the 16-bit weights. It stores each 8-bit weight and its transposed copy,
-because 8-bit products on Hopper need both operands contiguous along the inner dimension (cuBLASLt: TN only). Together,
-the two copies need the memory of the 16-bit weight.
+Frozen weights never change. So ftbench casts them once, before training, and frees the 16-bit weights. It stores each
+8-bit weight and its transposed copy, because 8-bit products on Hopper need both operands contiguous along the inner
+dimension (cuBLASLt: TN only). Together, the two copies need the memory of the 16-bit weight.
 """
 
 import copy
@@ -19,9 +17,16 @@ from ftbench.core.stats import grouped_by
 from ftbench.kernels.adapter_products import siblings
 from ftbench.kernels.small_products import DELAYED, WEIGHT, Product, TrainedProduct, cast
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.optimizations.compute import MEASURED
 from ftbench.worker.model.parts import base_model, decoder_layers
 
 MULTIPLE = 16  # torch._scaled_mm needs matrices with sides divisible by 16
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x (..., in) as (tokens, in), in the dtype that F.linear would use."""
+    on = torch.is_autocast_enabled(x.device.type)
+    return x.reshape(-1, x.shape[-1]).to(torch.get_autocast_dtype(x.device.type) if on else x.dtype)
 
 
 class Fp8Linear(torch.nn.Module):
@@ -46,11 +51,7 @@ class Fp8Linear(torch.nn.Module):
         self.register_buffer("maxima", None, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):  # as F.linear would
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        flat = x.reshape(-1, self.in_features)
-        made = Product.apply(flat, *self.operands())
-        made = made.view(*x.shape[:-1], self.out_features).to(x.dtype)
+        made = Product.apply(_rows(x), *self.operands()).view(*x.shape[:-1], self.out_features)
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
     def operands(self) -> tuple[Any, ...]:
@@ -62,17 +63,24 @@ class TrainedFp8Linear(torch.nn.Linear):
     """A linear layer that trains its 16-bit weight with 8-bit products."""
 
     recipe: str
+    by_kernel: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        flat = x.reshape(-1, self.in_features)
-        tokens = flat.shape[0]
+        flat = _rows(x)
+        tokens = len(flat)
         if extra := -tokens % MULTIPLE:  # the inner size of the weight gradient is the number of tokens
             flat = torch.nn.functional.pad(flat, (0, 0, 0, extra))
-        made = TrainedProduct.apply(flat, self.weight, self.recipe)
+        made = TrainedProduct.apply(flat, self.weight, self.recipe, self.by_kernel)
         made = (made[:tokens] if extra else made).view(*x.shape[:-1], self.out_features)
         return made if self.bias is None else made + self.bias.to(made.dtype)
+
+
+def train_in_8_bits(layer: torch.nn.Linear, recipe: str) -> None:
+    """Make `layer` a TrainedFp8Linear. The kernel for transposed casts was tested only on the GPUs of MEASURED. With
+    32-bit values, it wrote wrong copies there (Triton 3.6; a similar error: triton-lang/triton issue 11111)."""
+    layer.__class__, layer.recipe = TrainedFp8Linear, recipe
+    tested = layer.weight.is_cuda and torch.cuda.get_device_capability() == MEASURED
+    layer.by_kernel = tested and layer.weight.dtype != torch.float32
 
 
 def wanted(model: Any) -> list[str]:
@@ -123,8 +131,7 @@ def apply(model: Any, spec: Experiment) -> None:
     names = wanted(model)
     frozen = [name for name in names if not _is_trained(model.get_submodule(name))]
     for name in {*names} - {*frozen}:
-        layer = model.get_submodule(name)
-        layer.__class__, layer.recipe = TrainedFp8Linear, recipe
+        train_in_8_bits(model.get_submodule(name), recipe)
     groups = grouped_by(frozen, siblings)  # layers with the same input share a scale (see `join`)
     for names in groups.values():  # names, because references to modules would keep all 16-bit weights in memory
         largest = torch.stack([model.get_submodule(name).weight.abs().amax() for name in names]).amax()

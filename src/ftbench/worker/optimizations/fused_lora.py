@@ -69,8 +69,8 @@ class AdapterGroup(torch.nn.Module):
         return not any(layer.disable_adapters or layer.merged for layer in self.layers)
 
     def copies(self) -> Iterator[Copy]:
-        """Yield the copies from peft's modules to `a` and `b`."""
-        raise NotImplementedError
+        """Return the copies from peft's modules to `a` and `b`."""
+        return iter(())
 
     def adapters(self) -> Iterator[torch.Tensor]:
         for layer in self.layers:
@@ -200,8 +200,7 @@ class ShardedGroup(AdaptersOnlyGroup):
         AdapterGroup.__init__(self, layers)
         self.joined = (None,)
 
-    def copies(self) -> Iterator[Copy]:
-        yield from ()
+    copies = AdapterGroup.copies
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         first, second = [*self.adapters()][::2], [*self.adapters()][1::2]
