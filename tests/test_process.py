@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from ftbench.core.processes import process_start
+from ftbench.errors import MissingError
 from ftbench.launch import process, trl
 from ftbench.launch.process import run_child, signals
 from ftbench.spec.load import load
@@ -49,6 +50,12 @@ def run(tmp_path):
 @pytest.fixture
 def log(tmp_path):
     return lambda: (tmp_path / "log.txt").read_text()
+
+
+def test_a_process_that_cannot_be_started_is_an_error(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    with pytest.raises(MissingError, match="the training process cannot be started: No such file"):
+        run("")
 
 
 def gone(pid):

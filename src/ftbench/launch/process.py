@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftbench.errors import MissingError
 from ftbench.launch import process_tree
 
 GRACE_S = 20.0  # time between SIGTERM and SIGKILL, in which the child writes the last rows
@@ -66,14 +67,13 @@ def run_child(
     stop = None
     line, theirs = socket.socketpair()  # each side sees the end of the other
     with line, theirs, log.open("ab") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", process_tree.__file__, *argv],
-            env=env,
-            stdin=theirs.fileno(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-I", "-S", process_tree.__file__, *argv], env=env, stdin=theirs.fileno(),
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise MissingError(f"the training process cannot be started: {error.strerror}") from None
         theirs.close()
         try:
             stop = _wait(line.fileno(), signals_pipe, watch)
