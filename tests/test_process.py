@@ -54,7 +54,7 @@ def log(tmp_path):
 
 def test_a_process_that_cannot_be_started_is_an_error(run, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
-    with pytest.raises(MissingError, match="the training process cannot be started: No such file"):
+    with pytest.raises(MissingError, match="/missing cannot be started: No such file"):
         run("")
 
 

@@ -274,7 +274,7 @@ def test_gpu_and_host_overlap_only_in_part_and_images_are_processed_first():
     assert not step(work, {"products": 1.0, "host": 0.8, "images": 2.0, "optimizer": 1.0}).host_bound  # 4 s on the GPU
 
 
-def test_operations_of_compiled_layers_with_varying_shapes_and_of_torchao():
+def test_operations_of_compiled_layers_with_varying_shapes_and_of_fp8():
     def host(**parts: Any) -> float:
         return _work(**parts)["host"]
 

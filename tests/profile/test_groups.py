@@ -61,7 +61,7 @@ NAMES = {
         "triton_red_fused_abs_amax_7",
         # unsloth's, bitsandbytes' and our own in Triton
         "_nf4_dequant_kernel", "weight_dequant_kernel", "dequant_4bit_kernel", "quantize_8bit_blockwise_kernel",
-        "_cast_to_fp8",
+        "_cast_to_fp8", "_cast_layouts",
     ],
     "optimizer": [
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"

@@ -137,7 +137,7 @@ def test_other_axes_override_the_recipe_of_a_cell(write):
         ("extends: fastes.yaml\n", (), "fastes.yaml: no such file"),
         ("recipe: fastes\n", (), "did you mean fastest?"),
         ("recipe: [fastest]\n", (), "must be the name of a recipe"),
-        ("recipe: other.yaml\n", (), "not model: use `extends:` for that"),
+        ("recipe: other.yaml\n", (), "not model: use `extends:`"),
         ("", ("recipe=slowest",), "plain, fastest, fastest-fp8, fastest-full, fastest-full-fp8, fastest-qlora, "),
         ("", ("recipe=",), "must be the name of a recipe"),
         ("", ("recipe=.",), "a folder, not a file"),

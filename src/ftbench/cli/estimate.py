@@ -54,10 +54,10 @@ def estimate(
     sets: Sets = None,
     samples: Annotated[int | None, of(INPUT, "samples to train on (default: the spec's)", min=1, max=10**15)] = None,
     hours: Annotated[float | None, of(INPUT, "length of a night in hours (default: 8)", min=0.001, max=10**6)] = None,
-    gpus: Annotated[int | None, of(CLUSTER, "GPUs (default: the spec's)", parser=gpu_count, metavar="N")] = None,
+    gpus: Annotated[int | None, of(CLUSTER, "number of GPUs (default: spec)", parser=gpu_count, metavar="N")] = None,
     strategy: Annotated[
         str | None,
-        of(CLUSTER, "how GPUs share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp, pp, pp+fsdp; or all"),
+        of(CLUSTER, "how GPUs share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp, pp, pp+ddp...; or all"),
     ] = None,
     check: Annotated[bool, of(ADVANCED, "set the exit code: 0 fits, 1 may fit, 2 does not fit", "--check")] = False,
     prices: Prices = None,
@@ -103,8 +103,10 @@ def recommend(
         Literal["speed", "cost", "energy", "memory"], of(LIMITS, "rank by speed, cost, energy or memory")
     ] = "speed",
     method: Annotated[str | None, of(LIMITS, "methods to compare, such as lora,full")] = None,
-    effective_batch: Annotated[str | None, of(LIMITS, "samples per step, or any (default: the spec's)")] = None,
-    gpus: Annotated[int | None, of(CLUSTER, "most GPUs (default: the spec's)", parser=gpu_count, metavar="N")] = None,
+    effective_batch: Annotated[str | None, of(LIMITS, "samples per optimizer step, or any (default: spec)")] = None,
+    gpus: Annotated[
+        int | None, of(CLUSTER, "GPUs at most (default: the spec's)", parser=gpu_count, metavar="N")
+    ] = None,
     output: Output = None,
     force: Overwrite = False,
     every: Annotated[bool, of(ADVANCED, "list all variants, and the reasons for rejected variants", "--all")] = False,

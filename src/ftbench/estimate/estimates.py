@@ -104,7 +104,7 @@ def _compare_strategies(
     given = {"--samples": request.samples, "--hours": request.hours, "--prices": request.prices}
     if unused := [name for name, value in given.items() if value is not None]:
         raise SpecError(
-            f"--strategy {ALL} compares memory and speed: remove {' and '.join(unused)}, or name a strategy"
+            f"--strategy {ALL} only compares memory and speed: remove {' and '.join(unused)} or name a strategy"
         )
     target, *others = targets
     if others:

@@ -33,7 +33,7 @@ def by_torch(copies: Iterable[Copy]) -> None:
 
 
 class AdapterCopies:
-    """Makes all copies in one kernel. `find` returns them, and is called again after the adapters have moved."""
+    """Makes all copies in one kernel. `find` returns them, and is called again if a source moved. Targets must not."""
 
     def __init__(self, find: Callable[[], list[Copy]]) -> None:
         self.find = find
@@ -44,7 +44,7 @@ class AdapterCopies:
     def __call__(self) -> None:
         if not self.copies or self.addresses != [source.data_ptr() for _, source, _ in self.copies]:
             self._prepare()
-        if self.table.is_cuda:
+        if triton is not None and self.table.is_cuda:
             self.by_triton()
         else:
             by_torch(self.copies)

@@ -39,6 +39,7 @@ def cast_layouts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x * scale in 8 bits, clamped to the limits of `dtype`, and its transposed copy. x is (tokens, columns) in
     16 bits, and `scale` is a tensor with one float32 number. Without `both`, the first result is an empty tensor."""
+    assert x.element_size() == 2, "with 32-bit values, Triton 3.6 writes wrong copies"
     (tokens, columns), (small, turned) = x.shape, _empty(x, dtype, both)
     grid = (triton.cdiv(columns, TILE["COLUMNS"]), triton.cdiv(tokens, TILE["ROWS"]))
     given = (x.contiguous(), small, turned, scale, tokens, columns)

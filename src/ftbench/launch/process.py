@@ -73,7 +73,7 @@ def run_child(
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            raise MissingError(f"the training process cannot be started: {error.strerror}") from None
+            raise MissingError(f"{sys.executable} cannot be started: {error.strerror}") from None
         theirs.close()
         try:
             stop = _wait(line.fileno(), signals_pipe, watch)

@@ -39,7 +39,7 @@ _UNAMBIGUOUS: tuple[tuple[str, str], ...] = (
     (
         QUANTISE,
         r"k(Deq|Q)uantize(Blockwise)?\b|(de)?quantize_(blockwise|4bit|nf4)|quantize_\w*kernel|kgetColRowStats|kInt8VectorQuant|"
-        r"per_?token_(group_)?quant|fp8_quant|cast_to_fp8|scale_transpose|dequant(_|ise)|act_quant|"
+        r"per_?token_(group_)?quant|fp8_quant|cast_to_fp8|scale_transpose|_cast_layouts|dequant(_|ise)|act_quant|"
         r"triton_\w*_fused\w*(_scaled_mm|float8|fp8|_abs_\w*max|_to_copy\w*_clamp)",
     ),
     (

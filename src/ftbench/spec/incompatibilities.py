@@ -25,7 +25,7 @@ def incompatibilities(spec: Experiment) -> list[str]:
             problems.append(f"optimizations.{name} with method unsloth: {optimization.not_with_unsloth}")
         problems += dict.fromkeys(why for key, why in optimization.excludes.items() if attrgetter(key)(spec) not in OFF)
         if optimization.needs_images and not spec.dataset.may_have_images:
-            problems.append(f"optimizations.{name} needs images, but {spec.dataset.name} has none: set it to off")
+            problems.append(f"optimizations.{name} needs images; dataset {spec.dataset.name} has none: set it to off")
         problems += optimization.incompatibilities(spec)
     train, strategy = spec.train, spec.launch.strategy
     if train.warmup_steps and train.lr_scheduler == "constant":

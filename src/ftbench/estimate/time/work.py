@@ -48,8 +48,8 @@ MXFP4_OUT = 17 / 32 + 2  # bytes per MXFP4 weight: read with its scale, written 
 # Operations that Python starts per layer in the forward and backward pass. Each takes some microseconds. The number for
 # a 4-bit matrix comes from QLoRA and LoRA at batch 1 in results/h200/qwen3-8b-frontier (0.31 and 0.25 s).
 _LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 20, 40, 120
-# Operations per 8-bit matrix with torchao, and per batch with images (masks, checks, merging). The last value is a
-# factor for compiled layers if shapes vary, because they check the shapes of each batch. All three were fitted to
+# Operations per 8-bit matrix without Triton kernels, and per batch with images (masks, checks, merging). The last is
+# a factor for compiled layers if shapes vary, because they check the shapes of each batch. All three were fitted to
 # results/h100/founding-images.
 _FP8_OPS, _IMAGE_OPS, _VARYING = 15, 1500, 1.5
 _ENCODER_OPS, _WINDOW_OPS = 40, 8  # in the forward pass: per encoder layer, and per attention window

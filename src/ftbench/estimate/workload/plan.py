@@ -165,7 +165,7 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         loss=_loss(spec),
         liger=on.liger,
         compiled=bool(on.compile),
-        lean=on.compile == "lean",
+        lean=on.compile == "lean",  # `on` with method full and fp8 was not measured, and can need less than estimated
         graphed=on.cuda_graph,
         fp8=on.fp8 != "off",
         chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,

@@ -15,6 +15,7 @@ import torch
 
 from ftbench.core.stats import grouped_by
 from ftbench.kernels.adapter_products import siblings
+from ftbench.kernels.optional_triton import triton
 from ftbench.kernels.small_products import DELAYED, WEIGHT, Product, TrainedProduct, cast
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations.compute import MEASURED
@@ -79,7 +80,7 @@ def train_in_8_bits(layer: torch.nn.Linear, recipe: str) -> None:
     """Make `layer` a TrainedFp8Linear. The kernel for transposed casts was tested only on the GPUs of MEASURED. With
     32-bit values, it wrote wrong copies there (Triton 3.6; a similar error: triton-lang/triton issue 11111)."""
     layer.__class__, layer.recipe = TrainedFp8Linear, recipe
-    tested = layer.weight.is_cuda and torch.cuda.get_device_capability() == MEASURED
+    tested = triton is not None and layer.weight.is_cuda and torch.cuda.get_device_capability() == MEASURED
     layer.by_kernel = tested and layer.weight.dtype != torch.float32
 
 
