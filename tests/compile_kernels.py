@@ -64,7 +64,7 @@ def compiled(kernel, constants, dtype, architecture):
     warps = {"num_warps": constants.pop("num_warps", 4)}
     sums = dict.fromkeys(("factor", "maxima", "scale", "of_rows", "of_columns"), "*fp32")
     whole = dict.fromkeys(("table", "order", "slots", "experts"), "*i64")
-    known_types = {"small": "*fp8e5", "turned": "*fp8e5", "scales": "*fp32", "ends": "*i32", **whole, **sums}
+    known_types = {"small": "*fp8e5", "transposed": "*fp8e5", "scales": "*fp32", "ends": "*i32", **whole, **sums}
     if "numbers1" in signature(kernel.fn).parameters and "numbers1" not in constants:
         known_types |= {"first": "*u8", "second": "*u8"}
     names = list(signature(kernel.fn).parameters)

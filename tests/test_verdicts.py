@@ -67,6 +67,21 @@ def test_the_page_on_verdicts_states_the_check_that_fastest_vision_fp8_failed():
     assert f"root mean square of the norm errors is {norms}" in text
 
 
+def test_the_page_on_verdicts_states_the_errors_of_fastest_full_fp8():
+    text = " ".join((ROOT / "docs/evidence/parity.md").read_text("utf-8").split())
+    for folder in (EARLIER, EARLIER.with_name("fastest-full-fp8-without-torchao")):
+        runs = records(folder)
+        ((spec, record),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
+
+        changes, gradients = (
+            [statistics.median(row[3] for row in each["tensors"] if row[:2] == at)
+             for each in (record, *yardsticks(spec, runs))]
+            for at in (["trained", "steps"], ["initial", "gradient"])
+        )  # fmt: skip
+        assert "trained weights are less exact ({:.2f} and {:.2f})".format(*changes) in text
+        assert "{:.3f} and {:.3f}".format(*gradients) in text
+
+
 @pytest.mark.parametrize(("factor", "state"), [(0.0, "pass"), (0.02, "fail"), (-0.03, "fail")])
 def test_another_clipping_factor_fails_beyond_its_rounding(factor, state):
     """Clipping multiplies all second moments by one factor. Change it in a run of a recipe with 16-bit gradients."""

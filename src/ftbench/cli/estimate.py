@@ -57,7 +57,7 @@ def estimate(
     gpus: Annotated[int | None, of(CLUSTER, "number of GPUs (default: spec)", parser=gpu_count, metavar="N")] = None,
     strategy: Annotated[
         str | None,
-        of(CLUSTER, "how GPUs share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp, pp, pp+ddp...; or all"),
+        of(CLUSTER, "how GPUs share the work: ddp, fsdp, zero1 to zero3, tp, ep, cp, pp, pp+fsdp, ...; or all"),
     ] = None,
     check: Annotated[bool, of(ADVANCED, "set the exit code: 0 fits, 1 may fit, 2 does not fit", "--check")] = False,
     prices: Prices = None,
@@ -105,7 +105,7 @@ def recommend(
     method: Annotated[str | None, of(LIMITS, "methods to compare, such as lora,full")] = None,
     effective_batch: Annotated[str | None, of(LIMITS, "samples per optimizer step, or any (default: spec)")] = None,
     gpus: Annotated[
-        int | None, of(CLUSTER, "GPUs at most (default: the spec's)", parser=gpu_count, metavar="N")
+        int | None, of(CLUSTER, "largest number of GPUs (default: the spec's)", parser=gpu_count, metavar="N")
     ] = None,
     output: Output = None,
     force: Overwrite = False,

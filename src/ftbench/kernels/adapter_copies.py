@@ -33,7 +33,7 @@ def by_torch(copies: Iterable[Copy]) -> None:
 
 
 class AdapterCopies:
-    """Makes all copies in one kernel. `find` returns them, and is called again if a source moved. Targets must not."""
+    """Makes the copies that `find` returns, and calls `find` again if a source moved. Targets must not move."""
 
     def __init__(self, find: Callable[[], list[Copy]]) -> None:
         self.find = find

@@ -111,14 +111,14 @@ class TrainedProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight, largest, of_weight = ctx.saved_tensors
         (dy,) = gradients
-        small, turned, factor = cast_layouts(dy, GRADIENT, ctx.by_kernel)
+        small, transposed, factor = cast_layouts(dy, GRADIENT, ctx.by_kernel)
         dx = None
         if ctx.needs_input_grad[0]:
             w, w_factor = cast(weight.t(), WEIGHT, of_weight)
             dx = multiply_back(dy, w.contiguous(), w_factor, ctx.recipe, None, (small, factor))
-        _, turned_x, x_factor = cast_layouts(x, WEIGHT, ctx.by_kernel, largest)
+        _, transposed_x, x_factor = cast_layouts(x, WEIGHT, ctx.by_kernel, largest)
         options = {"out_dtype": weight.dtype, "use_fast_accum": ctx.recipe in FAST}
-        return dx, torch._scaled_mm(turned, turned_x.t(), factor, x_factor, **options), None, None
+        return dx, torch._scaled_mm(transposed, transposed_x.t(), factor, x_factor, **options), None, None
 
 
 class AdaptedProduct(torch.autograd.Function):

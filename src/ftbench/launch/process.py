@@ -60,7 +60,7 @@ def run_child(
     """Run a command until it ends, append its output to `log`, and return how the command ended.
 
     A byte in `signals_pipe` (see `signals`) ends the command early. `watch` is called about twice per second. If
-    `watch` returns a Stop, the command ends early too.
+    `watch` returns a Stop, the command ends early too. Raise MissingError if the command cannot be started.
     """
     kills = _kernel_oom_kills()
     begin = time.monotonic()

@@ -87,7 +87,7 @@ class Dataset(Part):
 
     name: str = Field("sample", description="one of `ftbench list datasets`, or owner/name of a dataset on the hub")
     samples: Int | None = Field(None, ge=1, description="number of samples, drawn with `seed`; default: all")
-    max_length: Int = Field(2048, ge=2, le=1_048_576, description="maximum tokens per sample; more are truncated")
+    max_length: Int = Field(2048, ge=2, le=1_048_576, description="max tokens per sample; longer samples are truncated")
     seed: Int = Field(42, ge=0, description="seed of the sample order and of synthetic data")
     eval_samples: Int = Field(0, ge=0, description="samples held out for evaluation")
     loss_on: Literal["completion", "all"] = Field("completion", description="which tokens contribute to the loss")
@@ -100,7 +100,7 @@ class Dataset(Part):
         {}, description="role → column, if your columns have other names: {prompt: question, completion: answer}"
     )
     prompt: str = Field("Describe", min_length=1, description="question about the image, if the rows have no question")
-    image_size: tuple[Side, Side] | None = Field(None, description="images: width and height in pixels (or means)")
+    image_size: tuple[Side, Side] | None = Field(None, description="images: width and height in pixels, or their means")
     image_sizes: Literal["fixed", "photographs", "documents"] = Field(
         "fixed", description="images: one size, or the various sizes of photographs or scanned pages"
     )

@@ -104,7 +104,7 @@ def _check_prices(request: RecommendRequest, gpus: Sequence[Gpu], prices: Prices
     currencies = sorted({terms.currency for gpu in gpus if (price := prices.by_gpu[gpu.name])
                          and (terms := price.rent or price.owned)})  # fmt: skip
     if len(currencies) > 1:
-        raise SpecError(f"{prices.path} has prices in {' and '.join(currencies)}: choose GPUs with one currency")
+        raise SpecError(f"{prices.path} has prices in {' and '.join(currencies)}: choose GPUs priced in one currency")
 
 
 def _methods(request: RecommendRequest) -> tuple[str, ...]:
