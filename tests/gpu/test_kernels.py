@@ -302,6 +302,23 @@ def test_a_gate_with_adapters_and_its_gradient_written_in_8_bits(tokens, inner, 
         assert (held(eight, scale) - within).norm() <= 0.2 * within.norm(), "two bits, cut off by the interpreter"
 
 
+@with_8_bits
+@each_dtype
+def test_gates_far_from_zero(dtype):
+    """exp(-gate) is 0 or infinite, so silu(gate) is gate or 0, and its derivative 1 or 0."""
+    gate = torch.tensor([[-1e4, -200.0, 200.0, 1e4]], device=DEVICE, dtype=dtype)
+    base, up = torch.cat([gate, torch.full_like(gate, 0.5)], 1), 0.5
+    none = torch.zeros(1, 16, device=DEVICE, dtype=dtype)
+    a, b = torch.zeros(16, 4, device=DEVICE, dtype=dtype), torch.zeros(8, 16, device=DEVICE, dtype=dtype)
+    maxima = torch.zeros(2, 2, device=DEVICE)
+    small, factor, _ = adapted_swiglu.gate_and_cast(base, none, b, a, maxima[0], SMALL[0])
+    silu = gate.double().relu()
+    torch.testing.assert_close(held(small, factor), silu * up, rtol=0.1, atol=0)
+    back, factor, *_ = adapted_swiglu.gate_gradients(torch.ones_like(gate), base, none, b, none, a, maxima[1], SMALL[1])
+    expected = torch.cat([(silu > 0) * up, silu], 1)
+    torch.testing.assert_close(held(back, factor), expected, rtol=0.2, atol=0)
+
+
 def test_maxima_go_from_step_to_step_and_past_evaluations():
     """Known and seen of one number: after each pass that saw this much."""
     model, maxima = torch.nn.Linear(1, 1), delayed_cast.Maxima(1, DEVICE)

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -124,12 +124,9 @@ def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], width: 
         max(map(cell_len, cells)) for cells in zip([name.removeprefix(">") for name in columns], *rows, strict=True)
     ]
     words = [at for at, name in enumerate(columns) if not name.startswith(">")]
-    limits = {at: max(first if at == words[0] else NARROWEST, _longest_word(row[at] for row in rows)) for at in words}
+    whole = {at: [word for row in rows for word in row[at].split() if len(word) <= _LONGEST] for at in words}
+    limits = {at: max(first if at == words[0] else NARROWEST, *map(cell_len, whole[at]), 0) for at in words}
     return [min(wide, limits.get(at, wide)) for at, wide in enumerate(widths)]
-
-
-def _longest_word(cells: Iterable[str]) -> int:
-    return max((cell_len(word) for cell in cells for word in cell.split() if len(word) <= _LONGEST), default=0)
 
 
 def _total(widths: Sequence[int]) -> int:

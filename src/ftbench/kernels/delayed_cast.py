@@ -33,9 +33,9 @@ def scale_to(known: tensor, seen: tensor, LIMIT: constexpr) -> tensor:
 
 
 @triton.jit
-def shortened(values: tensor, scale: tensor, LIMIT: constexpr) -> tensor:
-    """Return values * scale, clamped to [-LIMIT, LIMIT]. LIMIT is the largest number of the 8-bit type."""
-    return tl.minimum(tl.maximum(values * scale, -LIMIT), LIMIT)
+def shortened(values: tensor, scale: tensor, LIMIT: constexpr, CLAMP: constexpr = True) -> tensor:
+    """Return values * scale. If CLAMP, limit it to the range of the 8-bit type, as a GPU's conversion to it does."""
+    return tl.minimum(tl.maximum(values * scale, -LIMIT), LIMIT) if CLAMP else values * scale
 
 
 @triton.jit

@@ -20,16 +20,12 @@ _SWITCHED_OFF: tuple[object, ...] = (None, False, "off", "none", [], ())
 
 
 class Part(BaseModel):
-    """Base class of the sections of a spec. Objects are frozen, and unknown keys are errors."""
+    """Base class of the sections of a spec. Objects are frozen, and unknown keys are errors. A key in `removed`, which
+    earlier versions had, is ignored if its value is off."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
     )
-
-
-class OlderPart(Part):
-    """Base class of sections that had more keys in earlier versions. Ignore a removed key if its value is off."""
-
     removed: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")

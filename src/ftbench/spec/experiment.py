@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from ftbench.facts import architectures
-from ftbench.spec.base import Float, Int, OlderPart, Part, Switch, Word
+from ftbench.spec.base import Float, Int, Part, Switch, Word
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.incompatibilities import resolve as resolve
@@ -63,7 +63,7 @@ class Model(Part):
         return self
 
 
-class Train(OlderPart):
+class Train(Part):
     """Training settings. Most defaults come from the founding study (docs/evidence/founding-text.md)."""
 
     removed = ("report_to",)
@@ -121,7 +121,7 @@ OF_ADAPTERS = (*(name for name in GRADED if name.startswith("lora_")), "frozen_w
 STEPS_BEFORE_PROFILE = 6  # the first ones load kernels and compile; the last three are timed
 
 
-class Measure(OlderPart):
+class Measure(Part):
     """What a run measures, and how often."""
 
     removed = ("generate",)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ftbench.errors import SpecError
 from ftbench.facts import architectures
-from ftbench.spec.base import Experiment, Float, Int, Model, OlderPart, Switch, Word
+from ftbench.spec.base import Experiment, Float, Int, Model, Part, Switch, Word
 from ftbench.spec.reading import read_config
 
 GPT_OSS = "gpt_oss"  # families that are published in MXFP4 (docs/how-to/gpt-oss.md)
@@ -22,7 +22,7 @@ GRANULE = 8  # the rank of expert adapters must be a multiple of 8, because grou
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class _Method(OlderPart):
+class _Method(Part):
     needs_gpu: ClassVar[bool] = False
     adapters: ClassVar[bool] = False  # whether it trains adapters on frozen weights
 

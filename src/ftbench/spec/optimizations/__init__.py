@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model
 
-from ftbench.spec.base import OFF, OlderPart, Optimization
+from ftbench.spec.base import OFF, Optimization, Part
 from ftbench.spec.optimizations import compute, memory
 
 OPTIMIZATIONS: dict[str, Optimization] = dict(sorted((compute.OPTIMIZATIONS | memory.OPTIMIZATIONS).items()))
@@ -15,13 +15,13 @@ OPTIMIZATIONS: dict[str, Optimization] = dict(sorted((compute.OPTIMIZATIONS | me
 ORDER = tuple(TopologicalSorter({name: each.after for name, each in OPTIMIZATIONS.items()}).static_order())
 
 
-class _Section(OlderPart):
+class _Section(Part):
     removed = ("feature_cache", "fp8_head", "tile_buckets")
 
 
 if TYPE_CHECKING:
 
-    class Optimizations(OlderPart):
+    class Optimizations(Part):
         """The section `optimizations:` with one field per optimization."""
 
         def __getattr__(self, name: str) -> Any: ...
