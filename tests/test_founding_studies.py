@@ -187,6 +187,35 @@ def test_an_unfinished_verdict_does_not_replace_the_published_one(tmp_path, monk
     assert read_json(published / "r1/state.json") == {"state": "ok"}
 
 
+def test_each_group_of_recipes_has_a_model_and_valid_files():
+    parity = runpy.run_path(str(ROOT / "scripts/studies/parity"))
+    configs = parity["CONFIGS"]
+    for group in parity["GROUPS"].split():
+        suffix = parity["kind"](group)
+        learned, judged = (load(configs / f"{name}{suffix}.yaml") for name in ("learn", "judged"))
+        assert learned.model.id == judged.model.id
+        assert judged.model.path == str(configs / f"learned{suffix}")
+        assert (configs / learned.model.path).is_file()
+        for name in group.partition("@")[0].split(","):
+            assert not name.endswith(".yaml") or load(configs / name, ["model.id=tiny/qwen3", "name=x"])
+    assert load(configs / "fastest-experts.yaml", ["model.id=tiny/qwen3-moe", "name=x"]).method.experts
+
+
+def test_the_table_of_verdicts_names_the_model_of_a_mixture_of_experts(tmp_path, monkeypatch):
+    """An unfinished verdict is listed unless the same recipe has another verdict on the same model."""
+    table = runpy.run_path(str(ROOT / "scripts/studies/parity"))["table"]
+    monkeypatch.setitem(table.__globals__, "ROOT", tmp_path)
+    for folder, verdict in (("fastest", "pass"), ("again-fastest", "not run yet"), ("fastest-moe", "not run yet")):
+        path = tmp_path / "results/h200/parity/judged" / folder / "parity.json"
+        path.parent.mkdir(parents=True)
+        levels = {"forward": {"state": verdict, "number": 0.1, "limit": 0.2, "sentence": ""}}
+        write_json(path, {"recipes": [{"name": "fastest", "verdict": verdict, "levels": levels, "controls": []}]})
+    rows = table("judged", ("forward",)).splitlines()[2:]
+    assert [row.split(" | ")[:3] for row in rows] == [
+        ["| `fastest`", "H200", "pass"], ["| `fastest`, Qwen3-MoE", "H200", "not run yet"],
+    ]  # fmt: skip
+
+
 def test_unsloths_best_setting_ran_to_its_end(tmp_path):
     page, cell = runpy.run_path(str(ROOT / "scripts/studies/unsloth-best")), TEXT["CELLS"][0]
     run = make_run(tmp_path, "oom", steps(9), state=OOM)
