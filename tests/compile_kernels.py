@@ -40,7 +40,8 @@ def cases(norm: bool):
     yield delayed_cast._cast_to_fp8, {**short, "BLOCK": delayed_cast.BLOCK, "num_warps": 8}
     yield transposed_cast._cast_layouts, {"LIMIT": 57344.0, "BOTH": norm, **transposed_cast.TILE}
     yield adapter_copies._copy_scaled, {"BLOCK": adapter_copies.BLOCK}
-    gate = adapted_swiglu.constants_of(24, torch.bfloat16 if norm else torch.float32, torch.float8_e5m2, False)
+    gate = adapted_swiglu.constants_of(24, torch.empty(0), torch.float8_e5m2)
+    gate |= {"TYPE": triton.language.bfloat16, "STAGES": 3} if norm else {}
     yield adapted_swiglu._adapted_swiglu_forward, {**gate, "AGAIN": norm}
     yield adapted_swiglu._adapted_swiglu_backward, {**gate, "AGAIN": norm}
     plain = dict.fromkeys(("scale1", "numbers1", "scale2", "numbers2"))

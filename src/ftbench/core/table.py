@@ -124,8 +124,8 @@ def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], width: 
         max(map(cell_len, cells)) for cells in zip([name.removeprefix(">") for name in columns], *rows, strict=True)
     ]
     words = [at for at, name in enumerate(columns) if not name.startswith(">")]
-    whole = {at: [word for row in rows for word in row[at].split() if len(word) <= _LONGEST] for at in words}
-    limits = {at: max(first if at == words[0] else NARROWEST, *map(cell_len, whole[at]), 0) for at in words}
+    unbroken = {at: [word for row in rows for word in row[at].split() if len(word) <= _LONGEST] for at in words}
+    limits = {at: max(first if at == words[0] else NARROWEST, *map(cell_len, unbroken[at]), 0) for at in words}
     return [min(wide, limits.get(at, wide)) for at, wide in enumerate(widths)]
 
 

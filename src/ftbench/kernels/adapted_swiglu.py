@@ -12,7 +12,6 @@ transpose of x, and s is the scale of LoRA. The kernels use these tensors:
 One pass reads or writes a 16-bit tensor (tokens, inner) once. The forward kernel needs 2.5 passes, and the backward
 kernel 4. Separate adapter kernels would add 5 passes. A program keeps sums over rows in registers. It writes its sums
 over columns (tokens, rank) to memory, and a second kernel adds them (half a pass for rank 16, one pass for rank 32).
-While a program computes a tile, it loads the next two (`num_stages=3`).
 
 ftbench uses these kernels only if the MLP has 8-bit weights. With 16-bit weights, the fused backward kernel was slower
 on an H200 than separate kernels for the gate, its gradient and the adapters.
@@ -57,7 +56,7 @@ def _dot(x: tensor, y: tensor, TYPE: constexpr) -> tensor:
 
 @triton.jit
 def _sigmoid(x: tensor, TYPE: constexpr) -> tensor:
-    """Return 1 / (1 + exp(-x)). 16-bit values use approximations with errors near 1e-7 and 8 instructions less."""
+    """Return 1 / (1 + exp(-x)). Unless TYPE is float32, use faster approximations (absolute error about 1e-7)."""
     if tl.float32 == TYPE:
         return tl.sigmoid(x)
     total = 1.0 + tl.exp2(x * -1.4426950408889634)  # exp(-x) = 2 ** (-x / ln 2)
@@ -69,6 +68,7 @@ def _adapted_swiglu_forward(
     base: tensor, mid: tensor, b: tensor, a: tensor, small: tensor, factor: tensor, maxima: tensor, of_rows: tensor,
     tokens: tensor, columns: tensor, mid_row: tensor, b_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor,
     LIMIT: constexpr, AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
+    STAGES: constexpr,
 ) -> None:  # fmt: skip
     """Compute [gate up] = base + mid @ b' and gated = silu(gate) * up. Write gated in 8 bits to `small`. n programs
     share ROWS tokens. Each of them handles every n-th tile, and writes its part of the sum gated @ a' to `of_rows`."""
@@ -82,7 +82,7 @@ def _adapted_swiglu_forward(
     small += above * columns
     of_rows += (tl.program_id(1).to(tl.int64) * tokens + above) * RANK
     thin, total = _tile(mid + above * mid_row, row, r, mid_row, left, rank), tl.zeros((ROWS, RANK), tl.float32)
-    for first in tl.range(tl.program_id(1) * COLUMNS, columns, tl.num_programs(1) * COLUMNS, num_stages=3):
+    for first in tl.range(tl.program_id(1) * COLUMNS, columns, tl.num_programs(1) * COLUMNS, num_stages=STAGES):
         column = first + tl.arange(0, COLUMNS)
         of_gate = _tile(b, column, r, b_row, columns, rank)
         of_up = _tile(b + columns * b_row, column, r, b_row, columns, rank)
@@ -102,7 +102,7 @@ def _adapted_swiglu_backward(
     dout: tensor, base: tensor, mid: tensor, b: tensor, thin: tensor, a: tensor, small: tensor, factor: tensor,
     maxima: tensor, of_columns: tensor, of_rows: tensor, tokens: tensor, columns: tensor, mid_row: tensor,
     b_row: tensor, thin_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor, size: tensor, LIMIT: constexpr,
-    AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
+    AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr, STAGES: constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of gate and up in 8 bits to `small` (tokens, 2 * inner). A program handles COLUMNS columns
     and `size` tokens. It writes the gradient of mid, summed over its columns, to `of_rows`. It writes the gradients of
@@ -119,7 +119,7 @@ def _adapted_swiglu_backward(
     db_up, da = db_gate, db_gate
     start = tl.program_id(1).to(tl.int64) * size
     of_rows += tl.program_id(0).to(tl.int64) * tokens * RANK
-    for first in tl.range(start, tl.minimum(start + size, tokens), ROWS, num_stages=3):
+    for first in tl.range(start, tl.minimum(start + size, tokens), ROWS, num_stages=STAGES):
         left = tokens - first
         m = _tile(mid + first * mid_row, row, r, mid_row, left, rank)
         t = _tile(thin + first * thin_row, row, r, thin_row, left, down_rank)
@@ -146,11 +146,14 @@ def _adapted_swiglu_backward(
     tl.store(factor, 1.0 / scale)
 
 
-def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted: bool) -> dict[str, Any]:
+def constants_of(rank: int, base: torch.Tensor, small: torch.dtype) -> dict[str, Any]:
     """Return the compile-time constants of a kernel. RANK is at least 16, the smallest inner dimension of tensor cores.
-    TYPE is float32 if the kernel is `interpreted`, because Triton's interpreter cannot multiply 16-bit values."""
-    TYPE = tl.float32 if interpreted else getattr(tl, str(dtype).removeprefix("torch."))
-    return {"RANK": max(16, triton.next_power_of_2(rank)), "TYPE": TYPE, "LIMIT": torch.finfo(small).max, **TILE}
+    TYPE is float32 on a CPU, because Triton's interpreter cannot multiply 16-bit values. With 16-bit values, Hopper
+    loads two tiles ahead (STAGES). Other GPUs were not measured, and some lack the shared memory."""
+    TYPE = getattr(tl, str(base.dtype).removeprefix("torch.")) if base.is_cuda else tl.float32
+    ahead = base.is_cuda and base.element_size() == 2 and torch.cuda.get_device_capability(base.device) == (9, 0)
+    sizes = {"RANK": max(16, triton.next_power_of_2(rank)), "STAGES": 3 if ahead else 1, **TILE}
+    return sizes | {"TYPE": TYPE, "LIMIT": torch.finfo(small).max}
 
 
 @torch.library.custom_op("ftbench::gate_and_cast", mutates_args=())
@@ -161,7 +164,7 @@ def gate_and_cast(
     8-bit values, and gated @ a' (tokens, down_rank). The module docstring defines base, mid, b and a. `base` must be
     contiguous. `maxima` and `dtype` have the same meaning as in `cast_by_last`."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
-    constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
+    constants = constants_of(max(rank, down), base, dtype)
     parts = min(PARTS, triton.cdiv(columns, TILE["COLUMNS"]))
     small, factor = base.new_empty(tokens, columns, dtype=dtype), maxima.new_empty(())
     of_rows = maxima.new_empty(parts, tokens, constants["RANK"])
@@ -191,7 +194,7 @@ def gate_gradients(
     of gated is dout + thin @ a, where dout (tokens, inner) comes from the frozen weight of down_proj. `base` must be
     contiguous. mid, b, thin and a may have any row stride."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
-    constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
+    constants = constants_of(max(rank, down), base, dtype)
     tiles, wide = triton.cdiv(columns, TILE["COLUMNS"]), constants["RANK"]
     size = triton.cdiv(triton.cdiv(tokens, TILE["ROWS"]), PARTS) * TILE["ROWS"]
     small, factor = torch.empty_like(base, dtype=dtype), maxima.new_empty(())

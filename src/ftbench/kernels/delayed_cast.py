@@ -34,7 +34,7 @@ def scale_to(known: tensor, seen: tensor, LIMIT: constexpr) -> tensor:
 
 @triton.jit
 def shortened(values: tensor, scale: tensor, LIMIT: constexpr, CLAMP: constexpr = True) -> tensor:
-    """Return values * scale. If CLAMP, limit it to the range of the 8-bit type, as a GPU's conversion to it does."""
+    """Return values * scale, clamped to the range of the 8-bit type if CLAMP. A GPU's conversion also clamps them."""
     return tl.minimum(tl.maximum(values * scale, -LIMIT), LIMIT) if CLAMP else values * scale
 
 

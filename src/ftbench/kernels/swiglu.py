@@ -50,9 +50,7 @@ def swiglu_backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, ro
     return both
 
 
-@swiglu_backward.register_fake
-def _(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, room: int) -> torch.Tensor:
-    return gate.new_empty(gate.shape[0], 2 * gate.shape[1] + room)
+swiglu_backward.register_fake(lambda dout, gate, up, room: gate.new_empty(gate.shape[0], 2 * gate.shape[1] + room))
 
 
 class SwiGlu(torch.autograd.Function):

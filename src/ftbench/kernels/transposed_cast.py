@@ -1,8 +1,8 @@
 """Cast a matrix to 8 bits and write its transposed copy. The kernel reads each value once.
 
 torch.compile would join such a cast with the computation before it. With the norms in the backward pass, the joined
-kernel wrote single bytes of the copy in separate places, and needed 1.9 ms per layer (results/h200/records-profiles:
-full-fp8, torch 2.11). A custom operation prevents this.
+kernel wrote single bytes of the copy in separate places, and needed 1.9 ms per layer of Qwen3-8B (H200, torch 2.11). A
+custom operation prevents this.
 """
 
 from __future__ import annotations
