@@ -340,12 +340,18 @@ def ftbench_process(*arguments: object, **options: object) -> subprocess.Complet
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, **options)
 
 
-def test_full_stdout_exits_with_3():
+@pytest.mark.parametrize(("arguments", "name"), [(("list", "methods"), "stdout"), (("--help",), "the output")])
+def test_full_stdout_exits_with_3(arguments, name):
     with open("/dev/full", "w") as full:
-        done = ftbench_process("list", "methods", stdout=full)
+        done = ftbench_process(*arguments, stdout=full)
     assert done.returncode == 3
-    assert "stdout: No space left" in done.stderr
+    assert f"{name}: No space left" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_closed_stdout_is_not_an_error():
+    done = ftbench_process("list", "gpus", preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(("command", "lost"), [("run", "full disk"), ("sweep", "closed pipe")])
@@ -445,7 +451,7 @@ def test_progress_lines_without_a_terminal(tmp_path, ftbench):
 def test_invalid_interval_is_an_error(tmp_path, ftbench):
     code, _, err = ftbench("run", write_spec(tmp_path), "--log-every", "often")
     assert code == 2
-    assert "'--log-every': often: write it as 8h, 90m or 1h30m, or off" in err
+    assert "'--log-every': often: write it as 8h, 90m or 60s, or off" in err
 
 
 def test_run_notes_that_it_ignores_the_sweep_section(tmp_path, ftbench):

@@ -193,6 +193,15 @@ def test_few_steps_have_a_ratio_without_interval(tmp_path):
     assert " ?" in str(comparison.section(found).table.rows)
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("")])
+def test_a_damaged_steps_csv_explains_the_missing_interval(tmp_path, damage):
+    make_run(tmp_path, "a", steps(seed=1))
+    damage(make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full")).steps)
+    pair = only(compared(tmp_path, "method", "lora"))
+    assert pair.speed.low is None
+    assert pair.reason == "there is no interval, because steps.csv of a run is missing or damaged"
+
+
 def test_failed_repeat_is_counted_but_not_averaged(tmp_path):
     make_run(tmp_path, "a0", steps(seed=1))
     make_run(tmp_path, "a1", steps(1, seed=1), state=OOM)

@@ -105,6 +105,12 @@ def test_circular_extends_is_an_error(files, circle):
         load(folder / "a.yaml")
 
 
+@pytest.mark.parametrize("text", ["model={id: tiny/qwen3", "dataset.columns=[a", "dataset={name: 'sample}"])
+def test_a_mapping_or_list_in_set_must_be_valid_yaml(problems, text):
+    (message,) = problems(MODEL, text)
+    assert message == f"--set {text}: the value is not valid YAML: check its brackets and quotes"
+
+
 @pytest.mark.parametrize("text", ["train.batch_size", "=3", "train..x=3", ".a=1", "dataset.columns.a=b", ""])
 def test_malformed_set_shows_the_syntax(problems, text):
     (message,) = problems(MODEL, text)

@@ -106,7 +106,7 @@ def test_folder_allows_one_sweep_at_a_time(tmp_path):
         status = ftbench("sweep", "--status", str(night.path)).stdout
         assert ("2 runs left" in status, "summary.md" in status) == (True, False)  # there is no table yet
         second = sweep(spec, out)
-        assert (second.code, second.stdout) == (1, "")
+        assert (second.code, second.stdout) == (3, "")
         assert f"process {night.process.pid} " in second.stderr
         assert "--status" in second.stderr
         assert night.process.poll() is None
@@ -350,8 +350,8 @@ WRONG = [
     ({}, [], ["--batch-size", "0,1"], 2, "batch_size"),
     ({}, [], ["--method", "lora,lara"], 2, "lara"),
     ({}, [], ["--repeats", "0"], 2, "repeats"),
-    ({}, [], ["--time-budget", "soon"], 2, "write it as 8h, 90m or 1h30m"),
-    ({}, [], ["--time-budget", "0h"], 2, "write it as 8h, 90m or 1h30m"),
+    ({}, [], ["--time-budget", "soon"], 2, "write it as 8h, 90m or 60s"),
+    ({}, [], ["--time-budget", "0h"], 2, "write it as 8h, 90m or 60s"),
     ({}, [], ["--set", "launch.mock=maybe"], 2, "launch.mock"),
     ({}, [], ["--axis", "train.seed=" + ",".join(map(str, range(400))), "--batch-size",
               ",".join(map(str, range(1, 400)))], 2, "split it"),
@@ -385,7 +385,7 @@ def test_invalid_command_creates_nothing(ftbench, monkeypatch, tmp_path, section
 
 NOTES = [
     ({"axes": {"launch.timeout_s": [60, 90], "method": ["lora", "qlora"]}},
-     "2 of 4 cells differ from another one only in settings without effect: they run once"),
+     "2 of 4 cells equal another one, except for settings without effect: they run once"),
 ]  # fmt: skip
 
 

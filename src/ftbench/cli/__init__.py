@@ -4,6 +4,7 @@ Results are printed to stdout, progress to stderr.
 """
 
 import atexit
+import errno
 import gc
 import importlib
 import io
@@ -32,6 +33,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="print the 
 
 def main() -> None:
     """Run the command `ftbench`. Print errors without a traceback, and exit with the exit code of the error."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - the shell closed it
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 cannot show every character
@@ -40,9 +42,9 @@ def main() -> None:
     except FtbenchError as error:
         _fail(str(error), error.exit_code)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        _fail(f"{os.fsdecode(error.filename)}: {error.strerror}", MissingError.exit_code)
+        _fail(f"{os.fsdecode(error.filename or 'the output')}: {error.strerror}", MissingError.exit_code)
 
 
 def _fail(text: str, code: int) -> None:

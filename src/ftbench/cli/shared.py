@@ -89,7 +89,7 @@ def gpu_count(text: str) -> int:
 def duration(text: str, others: str = "") -> float:
     """Convert a duration such as `8h`, `90m` or `1h30m` to seconds. The error for another text ends with `others`."""
     if (seconds := parse_seconds(text)) is None:
-        raise typer.BadParameter(f"{text}: write it as 8h, 90m or 1h30m{others}")
+        raise typer.BadParameter(f"{text}: write it as 8h, 90m or 60s{others}")
     return seconds
 
 

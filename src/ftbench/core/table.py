@@ -60,8 +60,8 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
     cells = [[plain(cell) for cell in row] for row in rows]
     kept, least = len(names), _least_widths(names, cells, width or _UNLIMITED)
     if width is not None and all(names):
-        kept = next((count for count in range(kept, 2, -1) if _total(least[:count]) <= width), min(2, kept))
-    text = _drawn(names[:kept], cells, _UNLIMITED if width is None else max(width, _total(least[:kept])))
+        kept = next((n for n in range(kept, 2, -1) if sum(least[:n]) + 2 * n - 2 <= width), min(2, kept))
+    text = _drawn(names[:kept], cells, _UNLIMITED if width is None else max(width, sum(least[:kept]) + 2 * kept - 2))
     hidden = len(names) - kept
     return f"{text}\n{hidden} more column{'s' * (hidden > 1)}: use --wide" if hidden else text
 
@@ -127,10 +127,6 @@ def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], width: 
     unbroken = {at: [word for row in rows for word in row[at].split() if len(word) <= _LONGEST] for at in words}
     limits = {at: max(first if at == words[0] else NARROWEST, *map(cell_len, unbroken[at]), 0) for at in words}
     return [min(wide, limits.get(at, wide)) for at, wide in enumerate(widths)]
-
-
-def _total(widths: Sequence[int]) -> int:
-    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def plain(text: str) -> str:

@@ -106,8 +106,8 @@ def _summary(spec: Experiment, row: GpuEstimate, scope: Scope) -> str:
         return text_table(["", ""], [*lines, ("time", row.reason)])
     samples, seconds, cost = totals(spec, row.name, time, scope)
     if samples is not None and seconds is not None:
-        kwh = time.joules_for(samples).expected / JOULES_PER_KWH
-        took = f"{units.some(round(samples), 'sample')} in {_band(seconds, units.seconds)}, {kwh:.3g} kWh"
+        energy = f"{time.joules_for(samples).expected / JOULES_PER_KWH:.3g} kWh without the start"
+        took = f"{units.some(round(samples), 'sample')} in {_band(seconds, units.seconds)}, {energy}"
         lines.append(("training", took))
     if scope.prices is not None:
         unknown = f"{scope.prices.path} has no price for {row.name}" if samples else "not known: use --samples N"

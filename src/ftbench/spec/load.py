@@ -186,6 +186,8 @@ def set_layer(text: str) -> SpecLayer:
     if parts == ["extends"]:
         raise SpecError(f"{origin}: `extends` only works in a file: give that file instead, or set recipe=fastest")
     written = parse_value(value)
+    if isinstance(written, str) and value.lstrip()[:1] in ("{", "["):
+        raise SpecError(f"{origin}: the value is not valid YAML: check its brackets and quotes")
     keys = recipe(written, Path()) if parts == ["recipe"] else expand(nested(parts, written), Path())
     return SpecLayer(origin, keys)
 

@@ -243,7 +243,8 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
         return "is missing"
     if kind in ("model_type", "model_attributes_type"):
         what = "is empty" if value is None else f"{shown(value)} is not a section"
-        return f"{what}: give it keys (allowed: {', '.join(keys_at(root, where))})"
+        named = "a name or " * (where in (("method",), ("model",), ("dataset",)))
+        return f"{what}: give it {named}keys (allowed: {', '.join(keys_at(root, where))})"
     allowed = _expected(problem)
     if kind in ("literal_error", "union_tag_invalid"):
         value = value.get("name", value) if isinstance(value, dict) else value

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ftbench.core import processes
-from ftbench.errors import FtbenchError
+from ftbench.errors import MissingError
 from ftbench.store import rundir
 
 LOCK = ".lock"
@@ -16,7 +16,7 @@ LOCK = ".lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder during the `with` block. Raise FtbenchError if another sweep has locked the folder."""
+    """Lock the folder during the `with` block. Raise MissingError if another sweep has locked the folder."""
     path = folder / LOCK
     with rundir.writing(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ def locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             holder = rundir.read_json(path)
             who = f"process {holder['pid']} on {holder['host']}" if holder.get("pid") else "another process"
-            raise FtbenchError(
+            raise MissingError(
                 f"{folder}: a sweep is already running ({who}); watch it with `ftbench sweep --status {folder}`, or "
                 "choose another --out"
             ) from None

@@ -85,7 +85,7 @@ def prepare(request: SweepRequest, notify: Callable[[str], None] = lambda text: 
     resolved = [replace(cell, spec=resolve(cell.spec, capability)) for cell in grid if cell.spec is not None]
     firsts = first_jobs(resolved, options)
     if equal := len(firsts) - len({(job.cell, job.spec.measure.repeats) for job in firsts}):
-        notify(f"{equal} of {len(grid)} cells differ from another one only in settings without effect: they run once")
+        notify(f"{equal} of {len(grid)} cells equal another one, except for settings without effect: they run once")
     if request.until_oom and (ignored := [key for key in grid[0].values if key in _SEARCHED]):
         notify(f"--until-oom searches for the largest batch: it ignores the values of {' and '.join(ignored)}")
     impossible = [(cell_name(cell), cell.refused) for cell in grid if cell.refused]

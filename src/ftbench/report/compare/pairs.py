@@ -108,12 +108,15 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", nois
     speed = _ratio(baseline, cell, rate, noise)
     paces = baseline.pace(), cell.pace()
     sides = [name for side, name in ((baseline, "the baseline"), (cell, "it")) if any(r.contended for r in side.ok)]
+    reasons = [f"{' and '.join(sides)} shared the machine with other work (contended)"] if sides else []
+    if len(baseline.valid) == len(cell.valid) == 1 and not all(steps_of(s.valid[0]).numbers for s in (baseline, cell)):
+        reasons.append("there is no interval, because steps.csv of a run is missing or damaged")
     return Pair(
         cell, baseline, differences, speed=speed,
         memory=core.ratio_of_runs(baseline.values(PEAK), cell.values(PEAK)), first_step=_first_steps(baseline, cell),
         energy=_ratio(baseline, cell, ENERGY, noise),
         break_even=core.break_even(paces[0], paces[1]) if speed and speed.direction and paces[0] and paces[1] else None,
-        reason=f"{' and '.join(sides)} shared the machine with other work (contended)" if sides else "",
+        reason="; ".join(reasons),
     )  # fmt: skip
 
 

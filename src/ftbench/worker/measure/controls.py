@@ -21,17 +21,21 @@ def apply(loop: Any, spec: Experiment) -> dict[str, Any]:
     makers = {
         "learning_rate_0": partial(_rate, factor=0.0),
         "learning_rate": partial(_rate, factor=float(factor or 1)),
-        "reversed_gradient": partial(_change_gradients, change=torch.neg, where=""),
+        "reversed_gradient": partial(_change_gradients, change=torch.neg),
         "projection_frozen": partial(_change_gradients, change=torch.zeros_like, where=".v_proj."),
         "layer_frozen": partial(_change_gradients, change=torch.zeros_like, where=".layers.1."),
         "lora_a_frozen": partial(_change_gradients, change=torch.zeros_like, where=".lora_A."),
-        "gradient_entries_lost": partial(_change_gradients, change=_lost, where=".layers.1."),
+        "gradient_entries_lost": partial(
+            _change_gradients, change=lambda g: g * (torch.rand_like(g) >= LOST), where=".layers.1."
+        ),
         "layer_gradient_reversed": partial(_change_gradients, change=torch.neg, where=".layers.1."),
-        "gradient_noise": partial(_change_gradients, change=_noisy, where=""),
+        "gradient_noise": partial(_change_gradients, change=lambda g: g + torch.randn_like(g) * g.pow(2).mean() ** 0.5),
         "lora_scale": partial(_scale, factor=float(factor or 1)),
         "frozen_weights_noise": _noise,
         "positions_zero": partial(_hook, match=lambda n, m: n.endswith("rotary_emb"), change=_no_rotation),
-        "attention_off": partial(_hook, match=lambda n, m: n.endswith(("self_attn", "attention")), change=_nothing),
+        "attention_off": partial(
+            _hook, match=lambda n, m: n.endswith(("self_attn", "attention")), change=lambda m, i, o: (0 * o[0], *o[1:])
+        ),
         "loss_over_padding": partial(_collate, change=partial(_carry_loss, mask=0)),
         "prompts_not_masked": partial(_collate, change=partial(_carry_loss, mask=1)),
         "packed_samples_see_each_other": partial(_collate, change=_one_sample),
@@ -62,7 +66,7 @@ def _rate(loop: Any, factor: float) -> int:
     return 1
 
 
-def _change_gradients(loop: Any, change: Callable[[torch.Tensor], torch.Tensor], where: str) -> int:
+def _change_gradients(loop: Any, change: Callable[[torch.Tensor], torch.Tensor], where: str = "") -> int:
     parameters = [p for name, p in trained(loop.model).items() if where in name]
 
     def change_all(optimizer: Any) -> None:
@@ -72,14 +76,6 @@ def _change_gradients(loop: Any, change: Callable[[torch.Tensor], torch.Tensor],
 
     loop.add_callback(_BeforeStep(change_all))
     return len(parameters)
-
-
-def _lost(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient * (torch.rand_like(gradient) >= LOST)
-
-
-def _noisy(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient + torch.randn_like(gradient) * gradient.square().mean().sqrt()
 
 
 def _scale(loop: Any, factor: float) -> int:
@@ -107,10 +103,6 @@ def _hook(loop: Any, match: Callable[[str, Any], bool], change: Callable[..., An
 def _no_rotation(module: Any, inputs: Any, output: Any) -> Any:
     cos, sin = output
     return torch.ones_like(cos), torch.zeros_like(sin)
-
-
-def _nothing(module: Any, inputs: Any, output: Any) -> Any:
-    return (torch.zeros_like(output[0]), *output[1:])
 
 
 def _collate(loop: Any, change: Callable[[dict[str, Any]], None]) -> int:
