@@ -104,9 +104,7 @@ def recommend(
     ] = "speed",
     method: Annotated[str | None, of(LIMITS, "methods to compare, such as lora,full")] = None,
     effective_batch: Annotated[str | None, of(LIMITS, "samples per optimizer step, or any (default: spec)")] = None,
-    gpus: Annotated[
-        int | None, of(CLUSTER, "largest number of GPUs (default: the spec's)", parser=gpu_count, metavar="N")
-    ] = None,
+    gpus: Annotated[int | None, of(CLUSTER, "largest GPU count (default: spec)", parser=gpu_count, metavar="N")] = None,
     output: Output = None,
     force: Overwrite = False,
     every: Annotated[bool, of(ADVANCED, "list all variants, and the reasons for rejected variants", "--all")] = False,

@@ -59,9 +59,10 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
     names = [plain(name) for name in columns]
     cells = [[plain(cell) for cell in row] for row in rows]
     kept, least = len(names), _least_widths(names, cells, width or _UNLIMITED)
+    total = [sum(least[:n]) + 2 * (n - 1) for n in range(kept + 1)]  # width of n columns with 2 spaces between
     if width is not None and all(names):
-        kept = next((n for n in range(kept, 2, -1) if sum(least[:n]) + 2 * n - 2 <= width), min(2, kept))
-    text = _drawn(names[:kept], cells, _UNLIMITED if width is None else max(width, sum(least[:kept]) + 2 * kept - 2))
+        kept = next((n for n in range(kept, 2, -1) if total[n] <= width), min(2, kept))
+    text = _drawn(names[:kept], cells, _UNLIMITED if width is None else max(width, total[kept]))
     hidden = len(names) - kept
     return f"{text}\n{hidden} more column{'s' * (hidden > 1)}: use --wide" if hidden else text
 

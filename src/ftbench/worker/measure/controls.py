@@ -33,9 +33,7 @@ def apply(loop: Any, spec: Experiment) -> dict[str, Any]:
         "lora_scale": partial(_scale, factor=float(factor or 1)),
         "frozen_weights_noise": _noise,
         "positions_zero": partial(_hook, match=lambda n, m: n.endswith("rotary_emb"), change=_no_rotation),
-        "attention_off": partial(
-            _hook, match=lambda n, m: n.endswith(("self_attn", "attention")), change=lambda m, i, o: (0 * o[0], *o[1:])
-        ),
+        "attention_off": partial(_hook, match=lambda n, m: n.endswith(("self_attn", "attention")), change=_nothing),
         "loss_over_padding": partial(_collate, change=partial(_carry_loss, mask=0)),
         "prompts_not_masked": partial(_collate, change=partial(_carry_loss, mask=1)),
         "packed_samples_see_each_other": partial(_collate, change=_one_sample),
@@ -103,6 +101,10 @@ def _hook(loop: Any, match: Callable[[str, Any], bool], change: Callable[..., An
 def _no_rotation(module: Any, inputs: Any, output: Any) -> Any:
     cos, sin = output
     return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def _nothing(module: Any, inputs: Any, output: Any) -> Any:
+    return (torch.zeros_like(output[0]), *output[1:])
 
 
 def _collate(loop: Any, change: Callable[[dict[str, Any]], None]) -> int:
