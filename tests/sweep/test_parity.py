@@ -4,6 +4,7 @@ pass gives no verdict."""
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -111,7 +112,10 @@ def test_fp8_is_compared_with_products_that_are_rounded_without_its_kernels(proc
     )  # fmt: skip
     plan = plan_of(tmp_path, recipe, half, seeds=0)
     parity_runs.run_all(plan, {"half": "half_the_gradient_of_one_layer"})
-    assert plan.record_of(plan.plain(recipe), recipe).spec.measure.round_products
+    plain = [plan.record_of(each, recipe) for each in plan.plains(recipe)]
+    assert [each.spec.measure.round_products for each in plain] == [True] * 3
+    losses = [plan.agreement(recipe, each)["losses"]["initial before"][1] for each in plain]
+    assert min(map(math.dist, losses, losses[1:])) > 0  # each scale rounds in another way
     assert [each.verdict for each in plan.judgements()] == [PASS, FAIL], plan.judgements()
     assert "not training" in plan.judgements()[0].reason
     assert [each.state for each in plan.controls(recipe)] == ["caught", "caught"]
@@ -184,6 +188,15 @@ def test_limit_of_a_module_depends_on_the_norm_errors_of_this_module(norm, state
     plain = record(up_proj2=(0.0, 0.02), up_proj3=(0.0, -0.02))
     mine = record(**{f"up_proj{layer}": (0.0, norm) for layer in range(4)})
     assert verdict.gradient(mine, [plain], spec_in("bf16")).state == state
+
+
+def test_of_three_plain_runs_one_with_a_large_error_does_not_set_the_limit():
+    """The median of the losses and directions is that of BF16. The root mean square of the norm errors is 0.012."""
+    plain, spec = [BF16, record(loss=0.1, direction=0.2, norm=0.02), BF16], spec_in("bf16")
+    for passes, loss, direction, norm in [(True, 0.019, 0.039, 0.023), (False, 0.021, 0.041, 0.025)]:
+        assert (verdict.forward(record(loss=loss), plain, spec).state == PASS) is passes
+        assert (verdict.gradient(record(direction=direction), plain, spec).state == PASS) is passes
+        assert (verdict.gradient(record(norm=norm), plain, spec).state == PASS) is passes
 
 
 def test_weights_that_plain_bfloat16_does_not_change_either_may_stay_the_same():

@@ -1,13 +1,12 @@
 """Render a report in each format. `FORMATS` lists one function per format."""
 
 import csv
+import io
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from ftbench.core.rows import SCHEMA
@@ -18,9 +17,6 @@ from ftbench.report.document import ANSWER, Report, Table
 from ftbench.report.runs_table import FOOTNOTE, NUMBER, runs_table
 from ftbench.spec.base import nearest
 
-# Characters that start a formula in a spreadsheet, also as full-width characters, and after a semicolon or a tab.
-_UNSEEN = r"[\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]*"
-_FORMULA = re.compile(rf"^(?={_UNSEEN}[\t\r])|(?:^|(?<=[;\t\r\n]))(?={_UNSEEN}[=+\-@＝＋－＠﹦﹢﹣﹫])")
 MOST_NOTES = 10  # largest number of notes below a table in text formats
 
 
@@ -116,23 +112,18 @@ def _csv(report: Report) -> str:
 
 
 def csv_text(records: Sequence[Record]) -> str:
-    """Return the records as CSV, without lists and dicts. Cells that look like a formula get an apostrophe."""
+    """Return the records as CSV, without lists and dicts. Numbers that are not finite give empty cells."""
     records = named_paths(records)
     names = dict.fromkeys(name for record in records for name in record)
     flat = [n for n in names if not any(isinstance(record.get(n), (list, dict)) for record in records)]
-    lines: list[str] = []
-    # The writer quotes cells that contain a character of its lineterminator.
-    ending = "\r\n;\x0b\x0c\x85\u2028\u2029"
-    writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator=ending)
+    file = io.StringIO(newline="")
     rows: list[list[Any]] = [flat, *([record.get(name) for name in flat] for record in records)]
-    writer.writerows([_harmless(value) for value in row] for row in rows)
-    return "".join(line.removesuffix(ending) + "\n" for line in lines)
+    csv.writer(file, lineterminator="\n").writerows([_known(value) for value in row] for row in rows)
+    return file.getvalue()
 
 
-def _harmless(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return _FORMULA.sub("'", value) if isinstance(value, str) else value
+def _known(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _json(report: Report) -> str:

@@ -156,6 +156,9 @@ class Measure(Part):
     round_products: Switch = Field(
         False, description="parity: round the inputs of matrix products to 8 bits like fp8, and multiply in 32 bits"
     )
+    round_scale: Float = Field(
+        1.0, gt=0, le=1, description="parity: factor for the scales of `round_products`; it changes the rounding errors"
+    )
     control: Annotated[Literal["off", *CONTROLS], Word] = Field(  # type: ignore[valid-type]
         "off", description="break the training on purpose; all but the first three are controls of `ftbench parity`"
     )

@@ -18,7 +18,6 @@ from ftbench.spec.base import MAX_NUMBER, nearest, shown
 
 MAX_BYTES = 1 << 16
 MAX_CONFIG_BYTES = 1 << 20
-MAX_ALIASES = 20  # limit on aliases, because nested aliases can grow without bound (alias bomb)
 _TAG = "tag:yaml.org,2002:"
 _NUMBERS = {
     "int": re.compile(r"[-+]?(0|[1-9][0-9]*)$"),
@@ -36,14 +35,6 @@ class _Loader(yaml.SafeLoader):
         first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) not in (*_NUMBERS, "timestamp")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    aliases = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            self.aliases += 1
-            if self.aliases > MAX_ALIASES:
-                raise _error(f"more than {MAX_ALIASES} aliases", self.peek_event())  # type: ignore[no-untyped-call]
-        return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)

@@ -2,8 +2,8 @@
 
 The reference is the plain recipe in float32. The error of a recipe is its difference from this reference. If a recipe
 differs only in rounding, its limit is twice the error of the plain recipe in bfloat16 (as in FlashAttention's tests,
-arXiv 2205.14135). For a recipe with 8-bit products, the plain recipe also rounds the inputs of products to 8 bits.
-Other recipes have fixed limits (`BUDGETS`).
+arXiv 2205.14135). For a recipe with 8-bit products, the plain recipe also rounds the inputs of products to 8 bits. It
+runs several times with other scales, and the typical error counts. Other recipes have fixed limits (`BUDGETS`).
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftbench.core.stats import equivalence
+from ftbench.core.stats import equivalence, grouped_by
 from ftbench.spec.experiment import Experiment
 from ftbench.sweep.parity_records import CHANGES, FAIL, INCONCLUSIVE, PASS, POINTS, layer_of, module_of
 
@@ -54,8 +54,8 @@ BUDGETS = {
         "weights by about 9 % (T. Dettmers et al., arXiv 2305.14314)", norm=SMALL,
     ),
     EIGHT_BIT: ErrorBudget(
-        "twice the error of plain bfloat16 that rounds inputs and weights of products to E4M3 and gradients to E5M2 "
-        "and multiplies in 32 bits (P. Micikevicius et al., arXiv 2209.05433), measured in the same check", norm=SMALL,
+        "twice the typical error of plain bfloat16 that rounds inputs and weights of products to E4M3 and gradients to "
+        "E5M2 and multiplies in 32 bits (P. Micikevicius et al., arXiv 2209.05433), in three runs", norm=SMALL,
     ),
     "8-bit optimizer states": ErrorBudget(
         "block-wise 8-bit states have a relative error of about 1 % (T. Dettmers et al., arXiv 2110.02861), which "
@@ -92,15 +92,18 @@ def rounds(spec: Experiment) -> bool:
 
 
 def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
-    """Return the result of the forward level: compare losses per sample with the reference at the same weights."""
+    """Return the result of the forward level: compare losses per sample with the reference at the same weights.
+
+    The median error of the plain runs in `rounding` sets the limit, because steps can amplify rounding errors."""
     if problem := [each for each in record["problems"] if "tokens or labels" in each or "loss of a sample" in each]:
         return LevelResult("forward", FAIL, problem[0])
     if not record["losses"]:
         return LevelResult("forward", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")
     budget, checks = BUDGETS[kinds(spec)[0]], list[_Check]()
+    plain = grouped_by([each for other in rounding for each in other["losses"].items()], lambda each: each[0])
     for when, pair in record["losses"].items():
         same = when.rpartition(" ")[2]  # both points count, because one batch has few samples
-        allowed = [_rms(each) for other in rounding for name, each in other["losses"].items() if name.endswith(same)]
+        allowed = [_median(_rms(pair) for _, pair in pairs) for name, pairs in plain.items() if name.endswith(same)]
         if budget.loss is None and not allowed:
             return LevelResult("forward", INCONCLUSIVE, f"{PLAIN} has no finite loss {same} the steps to compare with")
         limit = FACTOR * max(allowed) if budget.loss is None else budget.loss
@@ -174,30 +177,31 @@ def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any
     """Return (name, error, limit) of each tensor, and of the medians over each layer, each module and all tensors.
 
     A limit is a multiple of the error of plain bfloat16 in the same tensor or group, or in all tensors if it is larger.
+    Of several plain runs, the median direction error and the root mean square of the norm errors count.
     A weight change is not checked if plain bfloat16 rounds it to zero. Clipping multiplies all second moments by one
     factor. If gradients have 16 bits, the rounding of this factor is added to the limits of second moments."""
     names, in_16_bits = kinds(spec), spec.method.name == "full" and spec.model.dtype != "float32"
-    errors, allowed = _errors(record), [_errors(other) for other in rounding]
+    errors, allowed = _errors([record]), _errors(rounding)
     checks = []
     for (point, change, what), recorded in errors.items():
-        known = [other.get((point, change, what), {}) for other in allowed]
-        tensors = {name: error for name, error in recorded.items() if not known or any(name in each for each in known)}
+        known = allowed.get((point, change, what), {})
+        tensors = {name: error for name, error in recorded.items() if not rounding or name in known}
         of_step, budget = CHANGES[change] == "weight change", _budget(names, change, what)
         # Norm errors scatter around 0, so the median of a few can be small by chance. Rounding changes the directions
         # of Adam's steps, and thus the norm of their sum.
         typical, factor = (_root_mean_square, FACTOR * (1 + of_step)) if what == "norm" else (_median, FACTOR)
-        plain_typical = max((typical(each.values()) for each in known), default=0.0)
+        plain_typical = typical(known.values())
         # One tensor in one batch has few samples: the norm errors of gradients at both points count.
         points = POINTS if what == "norm" and not of_step else (point,)
-        plain_both = [typical(other.get((each, change, what), {}).values()) for other in allowed for each in points]
+        plain_both = [typical(allowed.get((each, change, what), {}).values()) for each in points]
         rounded = CLIPPING if (change, what) == ("moment", "norm") and in_16_bits else 0.0
         text = f"{CHANGES[change]} {what} at {point} weights"
         for group, members in _groups(tensors).items():
-            plain_error = max((typical([each.get(name, 0.0) for name in members]) for each in known), default=0.0)
+            plain_error = typical([known.get(name, 0.0) for name in members])
             limit = max(factor * max(plain_error, plain_typical), budget / 2) + rounded
             checks.append(_Check(f"{group}: median {text}", _median(tensors[name] for name in members), limit))
         for name, error in tensors.items():
-            plain_error = max([0.0, *plain_both, *(each.get(name, 0.0) for each in known)])
+            plain_error = max(known.get(name, 0.0), *plain_both)
             limit = max(ONE_TENSOR[what] * plain_error, budget) + rounded
             if what == "direction" and not of_step:
                 limit = min(limit, max(UNRELATED, plain_error))
@@ -213,11 +217,12 @@ def _budget(names: Sequence[str], change: str, what: str) -> float:
     return max((each for each in budgets if each is not None), default=0.0)
 
 
-def _errors(record: Mapping[str, Any]) -> _Errors:
+def _errors(records: Sequence[Mapping[str, Any]]) -> _Errors:
     errors: _Errors = {}
-    for point, change, name, direction, norm in record["tensors"]:
-        errors.setdefault((point, change, "direction"), {})[name] = direction
-        errors.setdefault((point, change, "norm"), {})[name] = abs(norm)
+    rows = grouped_by([row for record in records for row in record["tensors"]], lambda row: tuple(row[:3]))
+    for (point, change, name), same in rows.items():
+        errors.setdefault((point, change, "direction"), {})[name] = _median(row[3] for row in same)
+        errors.setdefault((point, change, "norm"), {})[name] = _root_mean_square(row[4] for row in same)
     return errors
 
 

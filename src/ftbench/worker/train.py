@@ -148,7 +148,7 @@ def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
     """Attach parity controls, recorder, verification and profiler to the trainer. Callbacks run in this order."""
     spec, directory, run.trainer = run.spec, run.directory, loop
     if spec.measure.round_products:
-        rounded_products.apply(loop.model)
+        rounded_products.apply(loop.model, spec.measure.round_scale)
     if spec.measure.control != "off":
         run.write_facts(control=controls.apply(loop, spec))
     weighed_by = "samples" if spec.objective.pairs else "labels"

@@ -19,6 +19,7 @@ from ftbench.sweep.plan.grid import Grid
 from ftbench.sweep.verdict import EIGHT_BIT, LevelResult
 
 SMALL = 4  # largest batch of a float32 run that records gradients
+SCALES = (1.0, 0.85, 0.7)  # factors of the plain runs with 8-bit products; no power of 2, which changes no rounding
 STEPS = 3  # steps recorded at initial and at trained weights; wrong Adam betas and weight decay appear in step 2
 PENDING, UNPROVEN, BROKEN = "not run yet", "no verdict", "did not end"
 
@@ -88,8 +89,8 @@ class ParityPlan(Grid):
         """Yield the runs of the forward and gradient levels, in the order of their dependencies."""
         yield self.train(recipe.reference, 0)
         yield self.record_of(recipe.reference, recipe)
-        if verdict.rounds(recipe.spec):
-            yield self.record_of(self.plain(recipe), recipe)
+        for plain in self.plains(recipe):
+            yield self.record_of(plain, recipe)
         yield self.record_of(recipe.spec, recipe)
         for name, level in self.controls_of(recipe):
             if level != "training":
@@ -118,14 +119,21 @@ class ParityPlan(Grid):
         others = [name for name in GRADED if name not in done and (adapters or name not in OF_ADAPTERS)]
         return levels + [(name, "any") for name in others]
 
-    def plain(self, recipe: Contender) -> Experiment:
-        """Return the plain recipe in the precision of `recipe`. The rounding errors of this run set the limits."""
+    def plains(self, recipe: Contender) -> list[Experiment]:
+        """Return the plain runs whose rounding errors set the limits: none, one, or three with 8-bit products."""
+        if not verdict.rounds(recipe.spec):
+            return []
+        several = verdict.kinds(recipe.spec)[0] == EIGHT_BIT
+        return [self.plain(recipe, scale) for scale in SCALES[: 3 if several else 1]]
+
+    def plain(self, recipe: Contender, scale: float = SCALES[0]) -> Experiment:
+        """Return the plain recipe in the precision of `recipe`. `scale` changes how 8-bit products round."""
         spec = recipe.spec
         if not verdict.rounds(spec):
             return recipe.reference
         changes: dict[str, Any] = {"model.dtype": spec.model.dtype, "train.precision": spec.train.precision}
         if verdict.kinds(spec)[0] == EIGHT_BIT:
-            changes["measure.round_products"] = True
+            changes |= {"measure.round_products": True, "measure.round_scale": scale}
         if hasattr(recipe.reference.method, "compute_dtype"):
             changes["method.compute_dtype"] = spec.model.dtype
         return with_changes(recipe.reference, changes)
@@ -227,7 +235,7 @@ class ParityPlan(Grid):
 
     def _recorded(self, recipe: Contender, record: Job) -> tuple[LevelResult, LevelResult]:
         """Return the results of the forward and gradient levels from a run that recorded losses and gradients."""
-        rounding = [self.record_of(self.plain(recipe), recipe)] if verdict.rounds(recipe.spec) else []
+        rounding = [self.record_of(plain, recipe) for plain in self.plains(recipe)]
         if why := self._missing([self.record_of(recipe.reference, recipe), *rounding], [record]):
             return (LevelResult("forward", *why), LevelResult("gradient", *why))
         judged, *rounded = [self.agreement(recipe, each) for each in (record, *rounding)]
