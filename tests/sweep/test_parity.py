@@ -190,10 +190,10 @@ def test_limit_of_a_module_depends_on_the_norm_errors_of_this_module(norm, state
     assert verdict.gradient(mine, [plain], spec_in("bf16")).state == state
 
 
-def test_of_three_plain_runs_one_with_a_large_error_does_not_set_the_limit():
-    """The median of the losses and directions is that of BF16. The root mean square of the norm errors is 0.012."""
+def test_of_three_plain_runs_the_typical_error_sets_the_limit():
+    """The root mean square is 0.058 for losses and 0.012 for norms. The median direction error is that of BF16."""
     plain, spec = [BF16, record(loss=0.1, direction=0.2, norm=0.02), BF16], spec_in("bf16")
-    for passes, loss, direction, norm in [(True, 0.019, 0.039, 0.023), (False, 0.021, 0.041, 0.025)]:
+    for passes, loss, direction, norm in [(True, 0.115, 0.039, 0.023), (False, 0.118, 0.041, 0.025)]:
         assert (verdict.forward(record(loss=loss), plain, spec).state == PASS) is passes
         assert (verdict.gradient(record(direction=direction), plain, spec).state == PASS) is passes
         assert (verdict.gradient(record(norm=norm), plain, spec).state == PASS) is passes

@@ -94,7 +94,7 @@ def rounds(spec: Experiment) -> bool:
 def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
     """Return the result of the forward level: compare losses per sample with the reference at the same weights.
 
-    The median error of the plain runs in `rounding` sets the limit, because steps can amplify rounding errors."""
+    The root mean square error over the samples of all plain runs in `rounding` sets the limit."""
     if problem := [each for each in record["problems"] if "tokens or labels" in each or "loss of a sample" in each]:
         return LevelResult("forward", FAIL, problem[0])
     if not record["losses"]:
@@ -103,10 +103,10 @@ def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], sp
     plain = grouped_by([each for other in rounding for each in other["losses"].items()], lambda each: each[0])
     for when, pair in record["losses"].items():
         same = when.rpartition(" ")[2]  # both points count, because one batch has few samples
-        allowed = [_median(_rms(pair) for _, pair in pairs) for name, pairs in plain.items() if name.endswith(same)]
-        if budget.loss is None and not allowed:
+        errors = [[_rms(pair) for _, pair in pairs] for name, pairs in plain.items() if name.endswith(same)]
+        if budget.loss is None and not errors:
             return LevelResult("forward", INCONCLUSIVE, f"{PLAIN} has no finite loss {same} the steps to compare with")
-        limit = FACTOR * max(allowed) if budget.loss is None else budget.loss
+        limit = FACTOR * max(map(_root_mean_square, errors)) if budget.loss is None else budget.loss
         checks.append(_Check(f"loss per sample, {when} the steps", _rms(pair), limit))
     return _result("forward", checks, "nats")
 
