@@ -100,6 +100,7 @@ def test_options_reach_the_estimate(ftbench: Ftbench, tmp_path: Path) -> None:
     spec, prices = files(tmp_path, RENTED)
     code, _, err = ftbench("estimate", spec, "--gpu", "4090", "--store", prices)
     assert (code, "--store" in err) == (2, True)
+    assert ftbench("estimate", spec, "--gpu", "4090", "--store", tmp_path / "absent")[0] == 2
     asked = ("Qwen/Qwen3-8B", "--gpu", "4090", "--length", 300, "--samples", 2000, "--json")
     _, out, _ = ftbench("recommend", *asked, "--method", "qlora")
     assert json.loads(out)["spec"]["dataset"]["samples"] == 2000

@@ -61,7 +61,7 @@ def estimate(
     ] = None,
     check: Annotated[bool, of(ADVANCED, "set the exit code: 0 fits, 1 may fit, 2 does not fit", "--check")] = False,
     prices: Prices = None,
-    store: Store = Path("results"),
+    store: Store = None,
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
@@ -71,7 +71,7 @@ def estimate(
 
     answer = estimates.estimate(estimates.EstimateRequest(
         spec, spec_sets(sets, recipe, dataset, length, samples), _joined(gpu), gpus, strategy, samples, hours, prices,
-        store,
+        store or Path("results"),
     ))  # fmt: skip
     emit(answer.document if as_json else answer.text)
     raise typer.Exit(answer.code if check else 0)
@@ -109,7 +109,7 @@ def recommend(
     force: Overwrite = False,
     every: Annotated[bool, of(ADVANCED, "list all variants, and the reasons for rejected variants", "--all")] = False,
     prices: Prices = None,
-    store: Store = Path("results"),
+    store: Store = None,
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
@@ -119,7 +119,7 @@ def recommend(
 
     request = RecommendRequest(
         spec, spec_sets(sets, None, dataset, length, samples), _joined(gpu), gpus, samples, deadline, max_cost, prices,
-        goal, method, effective_batch, store, output,
+        goal, method, effective_batch, store or Path("results"), output,
     )  # fmt: skip
     _recommend(request, force, as_json, every)
 

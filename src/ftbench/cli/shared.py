@@ -112,7 +112,7 @@ Out = Annotated[Path, of(OUTPUT, "folder of the results", "--out")]
 Output = Annotated[Path | None, of(OUTPUT, "write to this file", "-o", "--output")]
 Overwrite = Annotated[bool, of(OUTPUT, "overwrite the file of -o without asking", "--force")]
 Prices = Annotated[Path | None, of(INPUT, "file with prices of GPUs: adds energy and cost", metavar="FILE")]
-Store = Annotated[Path, of(INPUT, "folder with earlier runs and probes, used for estimates", file_okay=False)]
+Store = Annotated[Path | None, of(INPUT, "folder of runs and probes (default: results)", exists=True, file_okay=False)]
 Wide = Annotated[
     bool,
     of(OUTPUT, "print all columns, whatever the terminal's width", "--wide", callback=_set_width, is_eager=True),
