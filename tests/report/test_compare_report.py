@@ -507,7 +507,7 @@ def test_hostile_names_are_escaped(tmp_path, ftbench):
     assert "</script>" not in ftbench("report", tmp_path, "--compare", "gpu", "--format", "md")[1]
 
 
-_PIECES = st.sampled_from(["=", "-", "\n", ",", '"', " ", "\t", "a", "1", "|", "'", ";"])
+_PIECES = st.sampled_from(["=", "-", "\r", "\n", ",", '"', " ", "\t", "a", "1", "|", "'", ";"])
 
 
 @given(st.lists(st.dictionaries(st.text(_PIECES, min_size=1, max_size=6), st.text(_PIECES, max_size=8)), min_size=1))

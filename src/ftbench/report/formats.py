@@ -1,12 +1,12 @@
 """Render a report in each format. `FORMATS` lists one function per format."""
 
 import csv
-import io
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ftbench.core.rows import SCHEMA
@@ -116,10 +116,11 @@ def csv_text(records: Sequence[Record]) -> str:
     records = named_paths(records)
     names = dict.fromkeys(name for record in records for name in record)
     flat = [n for n in names if not any(isinstance(record.get(n), (list, dict)) for record in records)]
-    file = io.StringIO(newline="")
+    lines: list[str] = []
     rows: list[list[Any]] = [flat, *([record.get(name) for name in flat] for record in records)]
-    csv.writer(file, lineterminator="\n").writerows([_known(value) for value in row] for row in rows)
-    return file.getvalue()
+    writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator="\r\n")  # it quotes cells with these
+    writer.writerows([_known(value) for value in row] for row in rows)
+    return "".join(line.removesuffix("\r\n") + "\n" for line in lines)
 
 
 def _known(value: Any) -> Any:
