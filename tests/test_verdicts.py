@@ -43,10 +43,11 @@ def yardsticks(judged: Experiment, runs: list[tuple[Experiment, dict]]) -> list[
 def test_committed_verdicts_follow_from_the_recorded_errors(folder):
     runs = records(folder)
     judged = [(spec, record) for spec, record in runs if not is_plain(spec)]
-    found = [verdict.gradient(record, yardsticks(spec, runs), spec) for spec, record in judged]
     recipes = json.loads((folder / "parity.json").read_text())["recipes"]
-    kept = [recipe["levels"]["gradient"]["state"] for recipe in recipes]
-    assert sorted(each.state for each in found) == sorted(kept)
+    for level in (verdict.forward, verdict.gradient):
+        found = [level(record, yardsticks(spec, runs), spec) for spec, record in judged]
+        kept = [recipe["levels"][level.__name__]["state"] for recipe in recipes]
+        assert sorted(each.state for each in found) == sorted(kept)
     checks = [each for spec, record in judged for each in verdict.tensor_checks(record, yardsticks(spec, runs), spec)]
     if all(each.state == "pass" for each in found):  # correct recipes stay away from the limits
         assert max(each.share for each in checks if ": median" not in each.what) <= 0.9
@@ -96,8 +97,10 @@ def test_the_page_on_verdicts_states_the_errors_of_the_checks_that_did_not_end()
     for folder in ("fastest-fp8-6f1f69c8", "fastest-vision-fp8-ecfb4fe0"):
         (recipe,) = json.loads((JUDGED / folder / "parity.json").read_text())["recipes"]
         assert [each["state"] for each in recipe["controls"][:2]] == ["caught"] * 2
-        for level in ("forward", "gradient"):
-            assert "{number:.2g} / {limit:.2g}".format(**recipe["levels"][level]) in text
+        runs = records(JUDGED / folder)
+        ((spec, record),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
+        for found in (level(record, yardsticks(spec, runs), spec) for level in (verdict.forward, verdict.gradient)):
+            assert f"{found.number:.2g} / {found.limit:.2g}" in text
 
 
 @pytest.mark.parametrize(("factor", "state"), [(0.0, "pass"), (0.02, "fail"), (-0.03, "fail")])

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from ftbench.errors import SpecError, file_problem, open_at_once
 from ftbench.facts import architectures
-from ftbench.spec.base import MAX_NUMBER, nearest, shown
+from ftbench.spec.base import nearest, shown
 
 MAX_BYTES = 1 << 16
 MAX_CONFIG_BYTES = 1 << 20
@@ -170,18 +170,12 @@ def read_config(path: Path) -> dict[str, Any]:
     path = path / "config.json" if os.path.isdir(path) else path
     text = _text(path, MAX_CONFIG_BYTES)
     try:
-        config = json.loads(text, parse_int=_integer)
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise SpecError(f"{path}: has no model_type, so it is not the config.json of a model")
     return config
-
-
-def _integer(text: str) -> int:
-    if len(text) > 20 or abs(number := int(text)) > MAX_NUMBER:
-        raise ValueError(f"{text[:40]} is too large")
-    return number
 
 
 def as_text(value: Any) -> str:

@@ -3,7 +3,7 @@
 The reference is the plain recipe in float32. The error of a recipe is its difference from this reference. If a recipe
 differs only in rounding, its limit is twice the error of the plain recipe in bfloat16 (as in FlashAttention's tests,
 arXiv 2205.14135). For a recipe with 8-bit products, the plain recipe also rounds the inputs of products to 8 bits. It
-runs several times with other scales, and the typical error counts. Other recipes have fixed limits (`BUDGETS`).
+runs three times with other scales. Their errors are combined. Other recipes have fixed limits (`BUDGETS`).
 """
 
 import math
@@ -54,8 +54,8 @@ BUDGETS = {
         "weights by about 9 % (T. Dettmers et al., arXiv 2305.14314)", norm=SMALL,
     ),
     EIGHT_BIT: ErrorBudget(
-        "twice the typical error of plain bfloat16 that rounds inputs and weights of products to E4M3 and gradients to "
-        "E5M2 and multiplies in 32 bits (P. Micikevicius et al., arXiv 2209.05433), in three runs", norm=SMALL,
+        "twice the error of three runs of plain bfloat16 that round inputs and weights of products to E4M3, gradients "
+        "to E5M2, and multiply in 32 bits (P. Micikevicius et al., arXiv 2209.05433)", norm=SMALL,
     ),
     "8-bit optimizer states": ErrorBudget(
         "block-wise 8-bit states have a relative error of about 1 % (T. Dettmers et al., arXiv 2110.02861), which "
@@ -100,13 +100,14 @@ def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], sp
     if not record["losses"]:
         return LevelResult("forward", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")
     budget, checks = BUDGETS[kinds(spec)[0]], list[_Check]()
-    plain = grouped_by([each for other in rounding for each in other["losses"].items()], lambda each: each[0])
+    plain = {name: _root_mean_square(_rms(other["losses"][name]) for other in rounding) for name in record["losses"]
+             if rounding and all(name in other["losses"] for other in rounding)}  # fmt: skip
     for when, pair in record["losses"].items():
         same = when.rpartition(" ")[2]  # both points count, because one batch has few samples
-        errors = [[_rms(pair) for _, pair in pairs] for name, pairs in plain.items() if name.endswith(same)]
-        if budget.loss is None and not errors:
+        allowed = [error for name, error in plain.items() if name.endswith(same)]
+        if budget.loss is None and not allowed:
             return LevelResult("forward", INCONCLUSIVE, f"{PLAIN} has no finite loss {same} the steps to compare with")
-        limit = FACTOR * max(map(_root_mean_square, errors)) if budget.loss is None else budget.loss
+        limit = FACTOR * max(allowed) if budget.loss is None else budget.loss
         checks.append(_Check(f"loss per sample, {when} the steps", _rms(pair), limit))
     return _result("forward", checks, "nats")
 
@@ -116,10 +117,10 @@ def gradient(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], s
     if not record["losses"]:
         return LevelResult("gradient", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")
     # bfloat16 weights near 1 cannot change by less than 0.004, neither in the recipe nor in plain bfloat16.
-    rounded = {each for other in rounding for each in other["problems"] if "no weight change" in each}
-    if problems := [each for each in record["problems"] if each not in rounded]:
+    rounded = set.intersection(*({*other["problems"]} for other in rounding)) if rounding else set()
+    if problems := [each for each in record["problems"] if each not in rounded or "no weight change" not in each]:
         return LevelResult("gradient", FAIL, "; ".join(problems[:3]) + ("; …" if problems[3:] else ""))
-    if rounds(spec) and not any(other["tensors"] for other in rounding):
+    if rounds(spec) and not (rounding and all(other["tensors"] for other in rounding)):
         return LevelResult("gradient", INCONCLUSIVE, f"{PLAIN} has no finite gradient to compare with")
     return _result("gradient", tensor_checks(record, rounding, spec), "")
 

@@ -19,7 +19,7 @@ from ftbench.sweep.plan.grid import Grid
 from ftbench.sweep.verdict import EIGHT_BIT, LevelResult
 
 SMALL = 4  # largest batch of a float32 run that records gradients
-SCALES = (1.0, 0.85, 0.7)  # factors of the plain runs with 8-bit products; no power of 2, which changes no rounding
+SCALES = (1.0, 0.85, 0.7)  # of three plain runs with 8-bit products; a ratio of 2 would change no rounding error
 STEPS = 3  # steps recorded at initial and at trained weights; wrong Adam betas and weight decay appear in step 2
 PENDING, UNPROVEN, BROKEN = "not run yet", "no verdict", "did not end"
 
@@ -124,7 +124,7 @@ class ParityPlan(Grid):
         if not verdict.rounds(recipe.spec):
             return []
         several = verdict.kinds(recipe.spec)[0] == EIGHT_BIT
-        return [self.plain(recipe, scale) for scale in SCALES[: 3 if several else 1]]
+        return [self.plain(recipe, scale) for scale in (SCALES if several else SCALES[:1])]
 
     def plain(self, recipe: Contender, scale: float = SCALES[0]) -> Experiment:
         """Return the plain recipe in the precision of `recipe`. `scale` changes how 8-bit products round."""
