@@ -118,7 +118,7 @@ def csv_text(records: Sequence[Record]) -> str:
     flat = [n for n in names if not any(isinstance(record.get(n), (list, dict)) for record in records)]
     lines: list[str] = []
     rows: list[list[Any]] = [flat, *([record.get(name) for name in flat] for record in records)]
-    writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator="\r\n")  # it quotes cells with these
+    writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator="\r\n")  # quotes cells with \r or \n
     writer.writerows([_known(value) for value in row] for row in rows)
     return "".join(line.removesuffix("\r\n") + "\n" for line in lines)
 
