@@ -122,6 +122,24 @@ def test_fp8_is_compared_with_products_that_are_rounded_without_its_kernels(proc
     assert "layer 1" in plan.judgements()[1].reason
 
 
+@pytest.mark.parametrize(
+    ("model", "others"),
+    [
+        ("tiny/qwen3", [("auto", False)]),
+        ("tiny/qwen3-moe", [("auto", False), ("auto", True), ("eager", False)]),
+        ("tiny/gpt-oss", [("auto", False), ("auto", True)]),
+    ],
+)
+def test_experts_are_compared_with_plain_runs_that_round_in_other_ways(tmp_path, model, others):
+    about, train = {"id": model, "weights": "random"}, {"batch_size": 8, "precision": "bf16"}
+    recipe = tiny(base={"model": about}, model=about | {"dtype": "bfloat16"}, train=train)
+    plan = plan_of(tmp_path, recipe, seeds=0)
+    plain = [plan.record_of(each, recipe).spec for each in plan.plains(recipe)]
+    assert [(each.optimizations.attention, each.optimizations.compile) for each in plain] == others
+    assert {each.train.precision for each in plain} == {"bf16"}
+    assert plan.controls_of(recipe)[0][0] == ("lora_scale_x1.5" if others[1:] else "lora_scale_x1.05")
+
+
 def test_with_a_graph_plain_training_rounds_the_same_micro_batches_to_8_bits(tmp_path):
     shapes = []
     for graph in (True, False):

@@ -66,6 +66,11 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 DIVIDED = ("num_hidden_layers", "num_key_value_heads", "num_attention_heads", *EXPERTS)  # keys of division_problems
 
 
+def has_experts(model: Model) -> bool:
+    """Return whether the model is a mixture of experts. Return False if the configuration is not available."""
+    return any(map(configuration(model).get, EXPERTS))
+
+
 def configuration(model: Model) -> Mapping[str, Any]:
     """Return a model's configuration from `model.path` or from the table of known models. Return {} if unknown."""
     if model.path:
