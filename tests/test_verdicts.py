@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,13 @@ JUDGED = ROOT / "results/h200/parity/judged"
 FOLDERS = sorted(path.parent for path in ROOT.glob("results/*/parity/*/*/parity.json"))
 
 
-def records(folder: Path) -> list[tuple[Experiment, dict]]:
-    """Return the runs of a folder that recorded gradients, without the controls."""
+def records(folder: Path, control: str = "off") -> list[tuple[Experiment, dict]]:
+    """Return the runs of a folder that recorded gradients: those with this control."""
     found = []
     for path in sorted(folder.glob("*/agreement.json")):
         known = json.loads(path.with_name("spec.json").read_text())
         spec = Experiment.model_validate({key: value for key, value in known.items() if key in Experiment.model_fields})
-        if spec.measure.control == "off":
+        if spec.measure.control == control:
             found.append((spec, json.loads(path.read_text())))
     return found
 
@@ -31,6 +32,17 @@ def records(folder: Path) -> list[tuple[Experiment, dict]]:
 def is_plain(spec: Experiment) -> bool:
     on = spec.optimizations
     return spec.method.name != "unsloth" and not (on.chunked_loss or on.compile or on.weight_offload)
+
+
+def is_other_plain(spec: Experiment) -> bool:
+    """Return whether a run of a mixture of experts is plain, with eager attention or compiled layers."""
+    return set() < {name for name, value in spec.optimizations if value not in OFF} <= {"attention", "compile"}
+
+
+def plain_runs(runs: list[tuple[Experiment, dict]]) -> list[dict]:
+    """Return the plain runs in 16 bits, also those with eager attention or compiled layers."""
+    return [record for spec, record in runs if spec.train.precision == "bf16"
+            and (is_plain(spec) or is_other_plain(spec))]  # fmt: skip
 
 
 def yardsticks(judged: Experiment, runs: list[tuple[Experiment, dict]]) -> list[dict]:
@@ -48,7 +60,7 @@ def optimizations(names: Iterable[str]) -> frozenset[str]:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: "-".join(path.parts[-4:]))
 def test_committed_verdicts_follow_from_the_recorded_errors(folder):
-    runs = records(folder)
+    runs = [(spec, record) for spec, record in records(folder) if not is_other_plain(spec)]
     judged = [(spec, record) for spec, record in runs if not is_plain(spec)]
     kept = {optimizations(recipe["settings"]["optimizations"].split()): recipe["levels"]
             for recipe in json.loads((folder / "parity.json").read_text())["recipes"]}  # fmt: skip
@@ -62,20 +74,59 @@ def test_committed_verdicts_follow_from_the_recorded_errors(folder):
         assert max(each.share for each in checks if ": median" not in each.what) <= 0.9
 
 
-def test_the_page_on_verdicts_states_the_check_that_fastest_vision_fp8_failed():
-    runs = records(ROOT / "results/h200/parity/judged/fastest-vision-fp8")
-    ((spec, record),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
-    checks = verdict.tensor_checks(record, yardsticks(spec, runs), spec)
-    (failed,) = [each for each in checks if each.share > 1]
+def test_rounding_errors_of_experts_vary_between_plain_runs():
+    """With one plain run, some correct plain runs fail. With two or three, they pass, and a control still fails."""
+    runs = [(spec, record) for spec, record in records(JUDGED / "fastest-moe") if spec.method.experts]
+    plain = plain_runs(runs)
+    ((recipe, judged),) = [(spec, record) for spec, record in runs if spec.optimizations.packing]
+
+    def states(record: dict, others: list[dict]) -> list[str]:
+        return [level(record, others, recipe).state for level in (verdict.forward, verdict.gradient)]
+
+    assert len(plain) == 3
+    alone = [states(each, [other]) for each in plain for other in plain if each is not other]
+    assert sum("fail" in each for each in alone) == 3
+    for each in plain:
+        assert states(each, [other for other in plain if other is not each]) == ["pass", "pass"]
+    by_default = [(spec, record) for spec, record in runs if not is_other_plain(spec)]
+    default = yardsticks(recipe, by_default)
+    assert states(judged, default)[1] == "fail"
+    text = (ROOT / "docs/evidence/parity.md").read_text("utf-8")
+    for record in (judged, *(each for each in plain if each not in default)):
+        failed = [check for check in verdict.tensor_checks(record, default, recipe) if check.share > 1]
+        assert failed
+        assert all(f"{100 * check.number:.2f} %" in text for check in failed)
+    assert states(judged, plain) == ["pass", "pass"]
+    lost = records(JUDGED / "fastest-moe", "gradient_entries_lost")
+    assert [states(record, plain)[1] for spec, record in lost if spec.method.experts] == ["fail"]
+
+
+def test_the_page_on_verdicts_states_how_often_plain_runs_fail():
     text = " ".join((ROOT / "docs/evidence/parity.md").read_text("utf-8").split())
-    assert f"`fastest-vision-fp8` failed one of {len(checks):,} checks" in text
-    percents = f"{100 * failed.number:.1f} % smaller than in the reference (limit {100 * failed.limit:.1f} %)"
-    assert f"the weight change of one matrix was {percents}" in text
-    changes = [[row[3:] for row in each["tensors"] if row[:2] == ["trained", "steps"]]
-               for each in (record, *yardsticks(spec, runs))]  # fmt: skip
-    assert {f"{statistics.mean(row[0] for row in each):.2f}" for each in changes} == {"0.13"}
-    norms = " and ".join(f"{100 * statistics.mean(row[1] ** 2 for row in each) ** 0.5:.2f} %" for each in changes)
-    assert f"root mean square of the norm errors is {norms}" in text
+    alone, pairs, worst = [], [], []
+    for name in ("fastest-fp8-6f1f69c8", "fastest-full-fp8", "fastest-vision-fp8", "fastest-moe"):
+        runs = records(JUDGED / name)
+        if name == "fastest-moe":
+            runs = [(spec, record) for spec, record in runs if spec.method.experts]
+        recipe, plain = next(spec for spec, _ in runs if spec.optimizations.packing), plain_runs(runs)
+        assert len(plain) == 3
+        shares = {1: [], 2: []}
+        for one, count in product(plain, shares):
+            for others in combinations([each for each in plain if each is not one], count):
+                checks = [*verdict.tensor_checks(one, others, recipe), loss_check(one, others, recipe)]
+                shares[count].append(max(each.share for each in checks))
+        alone.append(sum(share > 1 for share in shares[1]))
+        pairs.append(sum(share > 1 for share in shares[2]))
+        worst += shares[2]
+    assert "in {} of 6 cases for `fastest-fp8`, in {} of 6 for `fastest-full-fp8`, in {} of 6".format(*alone) in text
+    assert f"and in {alone[3]} of 6 for `fastest-experts`" in text
+    assert "it fails in {}, {}, {} and {} of 3 cases".format(*pairs) in text
+    assert f"at most {max(worst):.1f} times" in text
+
+
+def loss_check(record: dict, others: list[dict], recipe: Experiment):
+    level = verdict.forward(record, others, recipe)
+    return verdict._Check(level.sentence, level.number, level.limit)
 
 
 def test_the_page_on_verdicts_states_the_errors_of_fastest_full_fp8():
@@ -101,15 +152,14 @@ def directions(runs, point, change):
     return [statistics.median(row[3] for row in each["tensors"] if row[:2] == [point, change]) for each in runs]
 
 
-def test_the_page_on_verdicts_states_the_errors_of_the_checks_that_did_not_end():
+def test_the_page_on_verdicts_states_the_errors_of_the_check_that_did_not_end():
     text = " ".join((ROOT / "docs/evidence/parity.md").read_text("utf-8").split())
-    for folder in ("fastest-fp8-6f1f69c8", "fastest-vision-fp8-ecfb4fe0"):
-        (recipe,) = json.loads((JUDGED / folder / "parity.json").read_text())["recipes"]
-        assert [each["state"] for each in recipe["controls"][:2]] == ["caught"] * 2
-        runs = records(JUDGED / folder)
-        ((spec, record),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
-        for found in (level(record, yardsticks(spec, runs), spec) for level in (verdict.forward, verdict.gradient)):
-            assert f"{found.number:.2g} / {found.limit:.2g}" in text
+    (recipe,) = json.loads((JUDGED / "fastest-fp8-6f1f69c8/parity.json").read_text())["recipes"]
+    assert [each["state"] for each in recipe["controls"][:2]] == ["caught"] * 2
+    runs = records(JUDGED / "fastest-fp8-6f1f69c8")
+    ((spec, record),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
+    for found in (level(record, yardsticks(spec, runs), spec) for level in (verdict.forward, verdict.gradient)):
+        assert f"{found.number:.2g} / {found.limit:.2g}" in text
 
 
 @pytest.mark.parametrize(("factor", "state"), [(0.0, "pass"), (0.02, "fail"), (-0.03, "fail")])
