@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 import warm
 from ftbench.core import rows, units
@@ -79,6 +80,13 @@ def test_hourly_costs_by_hand():
     assert owned.per_hour == pytest.approx(8766 / 8766 + 0.3)  # 8,766 hours of work; 0.6 kWh per hour
     unknown = hourly_costs(Price.model_validate({"rent": rent}), None, None, None, 8)[0]
     assert (unknown.per_1k_samples, unknown.per_1m_real_tokens) == (None, None)
+
+
+def test_a_currency_has_three_letters_in_any_case():
+    rent = {"per_hour": 3.6, "date": "2026-01-02", "source": "a"}
+    assert Price.model_validate({"rent": rent | {"currency": "eur"}}).rent.currency == "EUR"
+    with pytest.raises(ValidationError, match="at most 3 characters"):
+        Price.model_validate({"rent": rent | {"currency": "dollars"}})
 
 
 @pytest.mark.parametrize(("value", "text"), [
@@ -252,7 +260,7 @@ MISTAKES = {
     f"H200 SXM:\n  {RENT.replace('3.6', '-1')}": "prices.yaml:2: H200 SXM.rent.per_hour: -1 must be greater than 0",
     f"H200 SXM:\n  {RENT.replace('3.6', 'much')}": "H200 SXM.rent.per_hour: 'much' must be a number",
     f"H200 SXM:\n  {RENT.replace('3.6', 'on')}": "H200 SXM.rent.per_hour: True must be a number, not on/yes/true",
-    f"H200 SXM:\n  {RENT.replace('USD', '$')}": "H200 SXM.rent.currency: '$' must match pattern",
+    f"H200 SXM:\n  {RENT.replace('USD', '$')}": "H200 SXM.rent.currency: '$' must have at least 3 characters",
     f"H200 SXM:\n  {RENT.replace('2026-01-02', 'now')}": "H200 SXM.rent.date: 'now' must be a valid date",
     f"H200 SXM:\n  {RENT.replace(', source: a shop', '')}": "prices.yaml:2: H200 SXM.rent.source: is missing",
     f"H200 SXM:\n  {OWNED.replace('0.5, elec', '1.5, elec')}": "utilisation: 1.5 must be less than or equal",
@@ -272,7 +280,7 @@ def test_price_file_errors_name_the_line(tmp_path, text):
 
 def test_price_file_errors_are_reported_together(tmp_path):
     made_run(tmp_path / "runs", "a")
-    path = price_file(tmp_path, "H200 SXM:\n  rent: {per_hour: 0, currency: usd}\n")
+    path = price_file(tmp_path, "H200 SXM:\n  rent: {per_hour: 0, currency: us}\n")
     done = report(tmp_path / "runs", "--prices", path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 4

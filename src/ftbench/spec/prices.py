@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from ftbench.core import units
 from ftbench.core.hardware import canonical_name, gpus
@@ -20,7 +20,7 @@ from ftbench.spec.base import Float, Part, nearest
 from ftbench.spec.reading import in_file, location, read_yaml
 
 HOURS_PER_YEAR = 365.25 * 24
-Currency = Annotated[str, Field(pattern="^[A-Z]{3}$")]  # three letters, such as USD
+Currency = Annotated[str, StringConstraints(to_upper=True, min_length=3, max_length=3)]  # such as USD
 
 
 class Rent(Part):
