@@ -415,6 +415,7 @@ def test_conflicting_sweep_options_are_refused(ftbench, tmp_path, arguments, sai
     [
         (["report", "STUDY", "--format", ""], 2, "'' is not one of 'table', 'md'"),
         (["doctor", "--set", "train.batch_size=8"], 2, "--set: changes a spec; name the spec file"),
+        (["run", "tiny/qwen4"], 2, "the shape of tiny/qwen4 is unknown"),
         (["run", "tiny/qwen3", "--gpus", "2"], 2, "set the key of the spec, --set launch.gpus=2"),
         (["estimate", "tiny/qwen3", "--gpus", "all"], 2, "must be a number from 1 to 1024, for example --gpus 2"),
         (["estimate", "tiny/qwen3", "--gpus", "0", "--strategy", "all"], 2, "for example --gpus 2"),

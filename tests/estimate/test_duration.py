@@ -398,7 +398,7 @@ def test_a_card_without_bf16_is_estimated_in_the_precision_that_the_error_names(
     question = ("Qwen/Qwen3-0.6B", "--length", 100, "--gpu", gpu)
     code, _, err = ftbench("recommend", *question)
     assert code != 0
-    assert "in fp32 is not known: use --set train.precision=fp16, or run `ftbench probe`" in err
+    assert "in fp32 is not known: set train.precision to fp16, or run `ftbench probe`" in err
     for command in ("estimate", "recommend"):
         code, out, _ = ftbench(command, *question, "--set", "train.precision=fp16", "--json")
         assert code == 0

@@ -105,9 +105,9 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
             rate, source = sheet * _share_of_sheet(board), "ceilings from the data sheet and the board's power"
         rate *= _slowed(gpu.watts / board.watts)
     if rate is None:
-        half = "use --set train.precision=fp16, or " if gpu.fp16 and precision != "fp16" else ""
+        half = "set train.precision to fp16, or " if gpu.fp16 and precision != "fp16" else ""
         why = f"the speed of {gpu.name} in {precision} is not known"
-        raise SpecError(f"{why}: {half}run `ftbench probe` on it, and pass the folder with --store")
+        raise SpecError(f"{why}: {half}run `ftbench probe` on it, and give `ftbench estimate` the folder with --store")
     if products_fp8 is None and gpu.fp8 is not None:
         products_fp8 = gpu.fp8 * (rate / sheet if sheet else _PRODUCTS)
     if fp8 and products_fp8 is None:
