@@ -124,6 +124,16 @@ def test_the_page_on_verdicts_states_how_often_plain_runs_fail():
     assert f"at most {max(worst):.1f} times" in text
 
 
+def test_the_page_on_verdicts_states_the_verdicts_of_fastest_vision_fp8_with_one_plain_run():
+    text = " ".join((ROOT / "docs/evidence/parity.md").read_text("utf-8").split())
+    runs = records(JUDGED / "fastest-vision-fp8")
+    ((recipe, judged),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
+    failed = {spec.measure.round_scale: sum(check.share > 1 for check in verdict.tensor_checks(judged, [record], recipe))
+              for spec, record in runs if spec.measure.round_products}  # fmt: skip
+    assert failed == {1.0: 0, 0.85: 4, 0.7: 1}
+    assert "it would pass (scale 1), fail four checks (scale 0.85) or fail one check (scale 0.7)" in text
+
+
 def loss_check(record: dict, others: list[dict], recipe: Experiment):
     level = verdict.forward(record, others, recipe)
     return verdict._Check(level.sentence, level.number, level.limit)
