@@ -494,7 +494,7 @@ def test_gpus_with_the_same_reason_share_one_sentence(ftbench, spec_file):
     code, out, err = ftbench("estimate", spec_file, *small, "--gpu", "T4,V100 SXM2 32GB,H200 SXM")
     assert code == 0, err
     said = " ".join(out.split())
-    assert said.count("is not known: use --set train.precision=fp16") == 1
+    assert said.count("is not known: set train.precision to fp16") == 1
     assert "--store; also V100 SXM2 32GB" in said
 
 
