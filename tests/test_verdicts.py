@@ -128,8 +128,9 @@ def test_the_page_on_verdicts_states_the_verdicts_of_fastest_vision_fp8_with_one
     text = " ".join((ROOT / "docs/evidence/parity.md").read_text("utf-8").split())
     runs = records(JUDGED / "fastest-vision-fp8")
     ((recipe, judged),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
-    failed = {spec.measure.round_scale: sum(check.share > 1 for check in verdict.tensor_checks(judged, [record], recipe))
-              for spec, record in runs if spec.measure.round_products}  # fmt: skip
+    plain = {spec.measure.round_scale: record for spec, record in runs if spec.measure.round_products}
+    checks = {scale: verdict.tensor_checks(judged, [record], recipe) for scale, record in plain.items()}
+    failed = {scale: sum(check.share > 1 for check in each) for scale, each in checks.items()}
     assert failed == {1.0: 0, 0.85: 4, 0.7: 1}
     assert "it would pass (scale 1), fail four checks (scale 0.85) or fail one check (scale 0.7)" in text
 
