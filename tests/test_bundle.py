@@ -354,10 +354,11 @@ def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.T
 
 HOSTILE = {
     "a path that leads out": (entry("runs/../../../ftbench-was-here"), "outside"),
-    "a symbolic link": (entry("runs/a", tarfile.SYMTYPE, "/etc/passwd"), "is a link, a device or a folder"),
-    "a hard link": (entry("runs/a", tarfile.LNKTYPE, "/etc/passwd"), "is a link, a device or a folder"),
-    "a device": (entry("runs/a", tarfile.CHRTYPE), "is a link, a device or a folder"),
-    "a pipe": (entry("runs/a", tarfile.FIFOTYPE), "is a link, a device or a folder"),
+    "a symbolic link": (entry("runs/a", tarfile.SYMTYPE, "/etc/passwd"), "is not an ordinary file"),
+    "a hard link": (entry("runs/a", tarfile.LNKTYPE, "/etc/passwd"), "is not an ordinary file"),
+    "a device": (entry("runs/a", tarfile.CHRTYPE), "is not an ordinary file"),
+    "a pipe": (entry("runs/a", tarfile.FIFOTYPE), "is not an ordinary file"),
+    "a sparse file": (entry("runs/a", tarfile.GNUTYPE_SPARSE), "is not an ordinary file"),
     "a second manifest": (entry("manifest.json"), "manifest.json"),
     "a file below a file": (entry("runs/x/y/z"), "cannot be unpacked"),
 }
@@ -401,6 +402,17 @@ def test_compression_bomb_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "MAX_TOTAL", 2**22)
     path = packed(tmp_path / "x.tar.zst", {f"runs/a/{i}/steps.csv": b"\0" * 2**20 for i in range(8)})
     assert path.stat().st_size < 2**15
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(SpecError, match="larger than"):
+        bundle.unpack(path, Path(folder))
+
+
+@pytest.mark.parametrize("place", ["a long name", "after the end"])
+def test_compression_bomb_beside_the_files_is_refused(tmp_path, monkeypatch, place):
+    """No header of a file states these bytes."""
+    monkeypatch.setattr(bundle, "MAX_TOTAL", 2**22)
+    name = entry("x" * 2**23 if place == "a long name" else "runs/a/b/steps.csv")
+    path = tmp_path / "x.tar.zst"
+    path.write_bytes(zstd.compress(name.tobuf(tarfile.GNU_FORMAT) + b"\0" * 2**23))
     with tempfile.TemporaryDirectory() as folder, pytest.raises(SpecError, match="larger than"):
         bundle.unpack(path, Path(folder))
 

@@ -138,6 +138,9 @@ def test_experts_are_compared_with_plain_runs_that_round_in_other_ways(tmp_path,
     assert [(each.optimizations.attention, each.optimizations.compile) for each in plain] == others
     assert {each.train.precision for each in plain} == {"bf16"}
     assert plan.controls_of(recipe)[0][0] == ("lora_scale_x1.5" if others[1:] else "lora_scale_x1.05")
+    exact = tiny(base={"model": about}, model=about | {"dtype": "float32"}, train=train | {"precision": "fp32"})
+    assert plan.plains(exact) == []
+    assert plan.controls_of(exact)[0][0] == "lora_scale_x1.05"
 
 
 def test_with_a_graph_plain_training_rounds_the_same_micro_batches_to_8_bits(tmp_path):

@@ -156,9 +156,7 @@ GPU = "gpu"
 def gpu(facts: Facts) -> list[Finding]:
     """Return findings about the GPU, its memory and other processes. Without a GPU, return one `n/a` finding."""
     if facts.gpu:
-        answers = {
-            "GPU": _card(facts), "memory": _moved_memory(facts), "other processes": _other_processes(facts),
-        }  # fmt: skip
+        answers = {"GPU": _card(facts), "memory": _moved_memory(facts), "other processes": _other_processes(facts)}
     elif devices := facts.torch.get("devices"):
         answers = {"memory": _moved_memory(facts), "GPU": (
             "warn", f"torch sees {devices[0]['name']}, but NVML does not: power, clocks, temperature and device memory "
@@ -239,10 +237,9 @@ def host(out: Path, environment: Mapping[str, str]) -> list[Finding]:
     """Return findings about disks, environment variables and the Hub. Wait at most 3 s for an answer of the Hub."""
     weights, cache = machine.cache_dir(), launch_checks.cache(environment)
     on = [f"{name}={environment[name][:60]}" for name in DEBUG if environment.get(name, "0") not in ("", "0")]
-    variables: Answer = (
-        ("warn", f"{', '.join(on)}: it changes measurements: unset it, or set it in all runs") if on
-        else ("ok", "no variable changes measurements")
-    )  # fmt: skip
+    variables: Answer = "ok", "no variable changes measurements"
+    if on:
+        variables = "warn", f"{', '.join(on)}: it changes measurements: unset it, or set it in all runs"
     return [
         Finding(HOST, "disk for runs", *disk(out, "choose another disk with --out", MINIMUM_FREE_BYTES / GIB)),
         Finding(HOST, "disk for weights", *disk(weights, "set FTBENCH_CACHE to a larger disk", ROOM_GB, "warn")),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.errors import SpecError
-from ftbench.facts import architectures
+from ftbench.facts import architectures, read_facts
 from ftbench.spec.datasets import FILES
 
 _SPECS = (".yaml", ".yml", ".json")
@@ -28,11 +28,11 @@ def names_model(path: Path) -> bool:
 
 
 def model_keys(path: Path) -> dict[str, Any]:
-    """Return the keys of a spec that select this model. The tiny models that ftbench ships get random weights."""
+    """Return the keys of a spec that select this model. Names like those of the tiny models get random weights."""
     if os.path.isdir(path) and str(path) not in architectures():
         return {"model": {"path": os.path.abspath(path)}}
-    shipped = str(path).startswith(("tiny/", "small/qwen3"))
-    return {"model": {"id": str(path), **({"weights": "random"} if shipped else {})}}
+    owners = {name.partition("/")[0] for models in read_facts("tiny.yaml").values() for name in models}
+    return {"model": {"id": str(path), **({"weights": "random"} if path.parts[0] in owners else {})}}
 
 
 def spec_text(path: Path) -> bytes:

@@ -20,7 +20,7 @@ from ftbench.spec.base import Float, Part, nearest
 from ftbench.spec.reading import in_file, location, read_yaml
 
 HOURS_PER_YEAR = 365.25 * 24
-Currency = Annotated[str, StringConstraints(to_upper=True, min_length=3, max_length=3)]  # such as USD
+Currency = Annotated[str, StringConstraints(to_upper=True, pattern="^[A-Za-z]{3}$")]
 
 
 class Rent(Part):
@@ -106,9 +106,9 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
         try:
             by_gpu[gpu] = Price.model_validate(values)
         except ValidationError as error:
-            fix = ": add it, such as `currency: USD` (see configs/prices.yaml)"
+            fix = ": write three letters, such as `currency: USD` (see configs/prices.yaml)"
             texts = in_file(error, path, Price, name)
-            problems += [text + fix * text.endswith("currency: is missing") for text in texts]
+            problems += [text + fix * (".currency: " in text) for text in texts]
     if problems:
         raise SpecError(*problems)
     return Prices(path, by_gpu)

@@ -152,6 +152,20 @@ def _clean_document(text: str) -> str | None:
     return text if cleaned == document else json.dumps(cleaned, ensure_ascii=False, indent=1) + "\n"
 
 
+class _Limited(io.RawIOBase):
+    """Reads a stream. Raises ValueError after more than MAX_TOTAL bytes."""
+
+    def __init__(self, stream: io.BufferedIOBase) -> None:
+        self._stream, self._total = stream, 0
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._stream.read(size)
+        self._total += len(data)
+        if self._total > MAX_TOTAL:
+            raise ValueError(f"refused: larger than {MAX_TOTAL >> 30} GiB when unpacked")
+        return data
+
+
 def unpack(path: Path, folder: Path) -> dict[str, Any]:
     """Unpack a bundle into a new or empty `folder`. Return the manifest, with the hash of each file in `hashes`.
 
@@ -160,20 +174,18 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         raise SpecError(f"{path}: is a folder; pack it with `ftbench bundle {path} -o runs.tar.zst` first")
-    total, options = 0, {int(zstd.DecompressionParameter.window_log_max): _MAX_WINDOW}
+    options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: _MAX_WINDOW}
     try:
         with open_plain_file(path, MAX_TOTAL) as file, zstd.open(file, "rb", options=options) as packed:
-            with tarfile.open(fileobj=packed, mode="r|") as tar:
+            limited = _Limited(packed)
+            with tarfile.open(fileobj=limited, mode="r|") as tar:
                 for count, member in enumerate(tar):
-                    if not member.isfile():
-                        raise ValueError(f"refused: {member.name!r} is a link, a device or a folder")
-                    total += member.size
+                    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):  # a sparse file may be of any size
+                        raise ValueError(f"refused: {member.name!r} is not an ordinary file")
                     if member.size > MAX_FILE or count > MAX_FILES:
                         raise ValueError(f"refused: too many files, or one too large for a run, at {member.name!r}")
-                    if total > MAX_TOTAL:
-                        raise ValueError(f"refused: larger than {MAX_TOTAL >> 30} GiB when unpacked")
                     tar.extract(member, folder, filter="data")
-            while packed.read(2**20):
+            while limited.read(2**20):
                 pass  # zstd compares its checksum at the end
         manifest, problem = read_document(folder / MANIFEST)
         if problem or not manifest:

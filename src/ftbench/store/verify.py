@@ -81,17 +81,15 @@ def _check_summary(run: RunDir, name: str, verdict: Verdict) -> None:
     for key, stored, expected in _leaves(written, computed):
         verdict.figures += 1
         if not _same(stored, expected):
-            verdict.problems.append(f"{name}: {key} is {_text(stored)} in summary.json, computed: {_text(expected)}")
-
-
-_ABSENT = object()
+            texts = [json.dumps(value, ensure_ascii=False)[:80] for value in (stored, expected)]
+            verdict.problems.append(f"{name}: {key} is {texts[0]} in summary.json, computed: {texts[1]}")
 
 
 def _leaves(written: Any, computed: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted key, stored value, computed value) for each figure of a summary."""
     if isinstance(written, dict) and isinstance(computed, dict):
         for name in {**written, **computed}:
-            yield from _leaves(written.get(name, _ABSENT), computed.get(name, _ABSENT), f"{key}.{name}".lstrip("."))
+            yield from _leaves(written.get(name), computed.get(name), f"{key}.{name}".lstrip("."))
     elif isinstance(written, list) and isinstance(computed, list) and len(written) == len(computed):
         for index, (stored, expected) in enumerate(zip(written, computed, strict=True)):
             yield from _leaves(stored, expected, f"{key}.{index}")
@@ -103,7 +101,3 @@ def _same(written: Any, computed: Any) -> bool:
     if isinstance(written, float | int) and isinstance(computed, float | int):
         return math.isclose(written, computed, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     return bool(written == computed)
-
-
-def _text(value: Any) -> str:
-    return "missing" if value is _ABSENT else json.dumps(value, ensure_ascii=False)[:80]

@@ -2,8 +2,8 @@
 
 The reference is the plain recipe in float32. The error of a recipe is its difference from this reference. If a recipe
 differs only in rounding, its limit is twice the error of the plain recipe in bfloat16 (as in FlashAttention's tests,
-arXiv 2205.14135). For a recipe with 8-bit products, the plain recipe also rounds the inputs of products to 8 bits. It
-runs three times with other scales. Their errors are combined. Other recipes have fixed limits (`BUDGETS`).
+arXiv 2205.14135). For a recipe with 8-bit products, the plain recipe also rounds the inputs of products to 8 bits. For
+8-bit products and mixtures of experts, several plain runs are combined. Other recipes have fixed limits (`BUDGETS`).
 """
 
 import math

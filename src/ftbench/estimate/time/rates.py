@@ -106,8 +106,8 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
         rate *= _slowed(gpu.watts / board.watts)
     if rate is None:
         half = "set train.precision to fp16, or " if gpu.fp16 and precision != "fp16" else ""
-        why = f"the speed of {gpu.name} in {precision} is not known"
-        raise SpecError(f"{why}: {half}run `ftbench probe` on it, and give `ftbench estimate` the folder with --store")
+        why = f"the speed of {gpu.name} in {precision} is not known: {half}run `ftbench probe` on it"
+        raise SpecError(f"{why}, and pass the folder to `estimate` or `recommend` with --store")
     if products_fp8 is None and gpu.fp8 is not None:
         products_fp8 = gpu.fp8 * (rate / sheet if sheet else _PRODUCTS)
     if fp8 and products_fp8 is None:

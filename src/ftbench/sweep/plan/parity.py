@@ -20,10 +20,9 @@ from ftbench.sweep.plan.grid import Grid
 from ftbench.sweep.verdict import EIGHT_BIT, LevelResult
 
 SMALL = 4  # largest batch of a float32 run that records gradients
-# Changes of plain runs that make the same numbers round in another way. A ratio of 2 would change no rounding error.
-_Changes = dict[str, Any]
-SCALES: tuple[_Changes, ...] = {}, {"measure.round_scale": 0.85}, {"measure.round_scale": 0.7}  # with 8-bit products
-WITH_EXPERTS: tuple[_Changes, ...] = {}, {"optimizations.compile": True}, {"optimizations.attention": "eager"}
+# Changes of plain runs that make the same numbers round in another way. Half a scale would round to the same numbers.
+SCALES: list[dict[str, Any]] = [{}, {"measure.round_scale": 0.85}, {"measure.round_scale": 0.7}]  # 8-bit products
+WITH_EXPERTS: list[dict[str, Any]] = [{}, {"optimizations.compile": True}, {"optimizations.attention": "eager"}]
 STEPS = 3  # steps recorded at initial and at trained weights; wrong Adam betas and weight decay appear in step 2
 PENDING, UNPROVEN, BROKEN = "not run yet", "no verdict", "did not end"
 
@@ -111,10 +110,9 @@ class ParityPlan(Grid):
 
     def controls_of(self, recipe: Contender) -> list[tuple[str, str]]:
         """Return (control, level that must detect its damage): one per level, then those that any level may detect."""
-        adapters, coarse = recipe.spec.method.adapters, verdict.kinds(recipe.spec)[0] == EIGHT_BIT
-        scale = "lora_scale_x1.5" if coarse or has_experts(recipe.spec.model) else "lora_scale_x1.05"
-        forward = scale if adapters else "loss_over_padding"
-        backward = "layer_gradient_reversed" if coarse else "gradient_entries_lost"
+        adapters, wide = recipe.spec.method.adapters, len(self.plains(recipe)) > 1  # several plain runs: wider limits
+        forward = ("lora_scale_x1.5" if wide else "lora_scale_x1.05") if adapters else "loss_over_padding"
+        backward = "layer_gradient_reversed" if verdict.kinds(recipe.spec)[0] == EIGHT_BIT else "gradient_entries_lost"
         # Full training learns the same with the gradient of one layer reversed, or with 1.1 times the learning rate.
         in_training = "layer_gradient_reversed" if adapters else "learning_rate_x0.1"
         levels = [(forward, "forward"), (backward, "gradient"), (in_training, "training")][: 3 if self.seeds else 2]
@@ -127,26 +125,25 @@ class ParityPlan(Grid):
     def plains(self, recipe: Contender) -> list[Experiment]:
         """Return the plain runs whose rounding errors set the limits: none, one, or several if these errors vary a lot.
 
-        In a mixture of experts, a rounding error can send a token to another expert."""
-        if not verdict.rounds(recipe.spec):
-            return []
-        several = WITH_EXPERTS if has_experts(recipe.spec.model) else WITH_EXPERTS[:1]
-        if family(recipe.spec.model) == GPT_OSS:  # it has only eager attention
-            several = several[:2]
-        several = SCALES if verdict.kinds(recipe.spec)[0] == EIGHT_BIT else several
-        return [self.plain(recipe, changes) for changes in several]
+        They vary in mixtures of experts, probably because a rounding error can send a token to another expert."""
+        changes = WITH_EXPERTS[:1] if verdict.rounds(recipe.spec) else []
+        if verdict.kinds(recipe.spec)[0] == EIGHT_BIT:
+            changes = SCALES
+        elif changes and has_experts(recipe.spec.model):  # the default attention of gpt-oss is eager
+            changes = WITH_EXPERTS[:2] if family(recipe.spec.model) == GPT_OSS else WITH_EXPERTS
+        return [self.plain(recipe, each) for each in changes]
 
-    def plain(self, recipe: Contender, other: _Changes = SCALES[0]) -> Experiment:
+    def plain(self, recipe: Contender, other: Mapping[str, Any] | None = None) -> Experiment:
         """Return the plain recipe in the precision of `recipe`, with `other` changes."""
         spec = recipe.spec
         if not verdict.rounds(spec):
             return recipe.reference
-        changes: _Changes = {"model.dtype": spec.model.dtype, "train.precision": spec.train.precision}
+        changes: dict[str, Any] = {"model.dtype": spec.model.dtype, "train.precision": spec.train.precision}
         if verdict.kinds(spec)[0] == EIGHT_BIT:
             changes |= {"measure.round_products": True}
         if hasattr(recipe.reference.method, "compute_dtype"):
             changes["method.compute_dtype"] = spec.model.dtype
-        return with_changes(recipe.reference, changes | other)
+        return with_changes(recipe.reference, changes | {**(other or {})})
 
     def train(self, spec: Experiment, seed: int, recipe: Contender | None = None, control: str = "off") -> Job:
         """Return the job that trains `spec` with this seed. The first training of a reference saves its weights."""
