@@ -20,7 +20,7 @@ from ftbench.sweep.plan.grid import Grid
 from ftbench.sweep.verdict import EIGHT_BIT, LevelResult
 
 SMALL = 4  # largest batch of a float32 run that records gradients
-# Changes of plain runs that make the same numbers round in another way. Half a scale would round to the same numbers.
+# Changes of plain runs that make the same numbers round in another way. A factor of 0.5 would not change the rounding.
 SCALES: list[dict[str, Any]] = [{}, {"measure.round_scale": 0.85}, {"measure.round_scale": 0.7}]  # 8-bit products
 WITH_EXPERTS: list[dict[str, Any]] = [{}, {"optimizations.compile": True}, {"optimizations.attention": "eager"}]
 STEPS = 3  # steps recorded at initial and at trained weights; wrong Adam betas and weight decay appear in step 2
@@ -143,7 +143,7 @@ class ParityPlan(Grid):
             changes |= {"measure.round_products": True}
         if hasattr(recipe.reference.method, "compute_dtype"):
             changes["method.compute_dtype"] = spec.model.dtype
-        return with_changes(recipe.reference, changes | {**(other or {})})
+        return with_changes(recipe.reference, {**changes, **(other or {})})
 
     def train(self, spec: Experiment, seed: int, recipe: Contender | None = None, control: str = "off") -> Job:
         """Return the job that trains `spec` with this seed. The first training of a reference saves its weights."""
