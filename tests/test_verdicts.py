@@ -37,23 +37,22 @@ def is_plain(spec: Experiment) -> bool:
     return spec.method.name != "unsloth" and not (on.chunked_loss or on.compile or on.weight_offload)
 
 
-def is_other_plain(spec: Experiment) -> bool:
-    """Return whether a run of a mixture of experts is plain, with eager attention or compiled layers."""
-    return set() < {name for name, value in spec.optimizations if value not in OFF} <= {"attention", "compile"}
+def is_judged(spec: Experiment) -> bool:
+    """Return whether a run belongs to a recipe. Some plain runs have eager attention or compiled layers."""
+    switched_on = {name for name, value in spec.optimizations if value not in OFF}
+    return not is_plain(spec) and not set() < switched_on <= {"attention", "compile"}
 
 
 def plain_runs(runs: list[tuple[Experiment, dict]]) -> list[dict]:
     """Return the plain runs in 16 bits, also those with eager attention or compiled layers."""
-    return [record for spec, record in runs if spec.train.precision == "bf16"
-            and (is_plain(spec) or is_other_plain(spec))]  # fmt: skip
+    return [record for spec, record in runs if spec.train.precision == "bf16" and not is_judged(spec)]
 
 
 def yardsticks(judged: Experiment, runs: list[tuple[Experiment, dict]]) -> list[dict]:
     """Return the plain runs in the precision of a judged run, which set its limits."""
     fp8 = judged.optimizations.fp8 != "off"
-    return [record for spec, record in runs if is_plain(spec) and spec.train.precision == judged.train.precision
-            and spec.measure.round_products == fp8 and spec.method.quantised == judged.method.quantised
-            and getattr(spec.method, "experts", False) == getattr(judged.method, "experts", False)]  # fmt: skip
+    return [record for spec, record in runs if not is_judged(spec) and spec.train.precision == judged.train.precision
+            and spec.measure.round_products == fp8 and spec.method.quantised == judged.method.quantised]  # fmt: skip
 
 
 def optimizations(names: Iterable[str]) -> frozenset[str]:
@@ -63,8 +62,8 @@ def optimizations(names: Iterable[str]) -> frozenset[str]:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: "-".join(path.parts[-4:]))
 def test_committed_verdicts_follow_from_the_recorded_errors(folder):
-    runs = [(spec, record) for spec, record in records(folder) if not is_other_plain(spec)]
-    judged = [(spec, record) for spec, record in runs if not is_plain(spec)]
+    runs = records(folder)
+    judged = [(spec, record) for spec, record in runs if is_judged(spec)]
     kept = {optimizations(recipe["settings"]["optimizations"].split()): recipe["levels"]
             for recipe in json.loads((folder / "parity.json").read_text())["recipes"]}  # fmt: skip
     assert len(kept) == len(judged)
@@ -77,65 +76,102 @@ def test_committed_verdicts_follow_from_the_recorded_errors(folder):
         assert max(each.share for each in checks if ": median" not in each.what) <= 0.9
 
 
-def test_rounding_errors_of_experts_vary_between_plain_runs():
-    """With one plain run, some correct plain runs fail. With two or three, they pass, and a control still fails."""
-    runs = [(spec, record) for spec, record in records(JUDGED / "fastest-moe") if spec.method.experts]
-    plain = plain_runs(runs)
-    ((recipe, judged),) = [(spec, record) for spec, record in runs if spec.optimizations.packing]
+def page() -> str:
+    """Return the text of the page on verdicts in one line."""
+    return " ".join((ROOT / "docs/evidence/parity.md").read_text("utf-8").split())
 
-    def states(record: dict, others: list[dict]) -> list[str]:
-        return [level(record, others, recipe).state for level in (verdict.forward, verdict.gradient)]
 
-    assert len(plain) == 3
-    alone = [states(each, [other]) for each in plain for other in plain if each is not other]
-    assert sum("fail" in each for each in alone) == 3
-    for each in plain:
-        assert states(each, [other for other in plain if other is not each]) == ["pass", "pass"]
-    by_default = [(spec, record) for spec, record in runs if not is_other_plain(spec)]
-    default = yardsticks(recipe, by_default)
-    assert states(judged, default)[1] == "fail"
-    text = (ROOT / "docs/evidence/parity.md").read_text("utf-8")
-    for record in (judged, *(each for each in plain if each not in default)):
-        failed = [check for check in verdict.tensor_checks(record, default, recipe) if check.share > 1]
-        assert failed
-        assert all(f"{100 * check.number:.2f} %" in text for check in failed)
-    assert states(judged, plain) == ["pass", "pass"]
-    (fourth,) = [each for each in verdict.tensor_checks(judged, plain, recipe)
-                 if "layers.4.mlp.experts.lora_A" in each.what and 0.005 < each.number < 0.006]  # fmt: skip
-    assert f"(layer 4: {100 * fourth.number:.2f} %, limit {100 * fourth.limit:.2f} %)" in " ".join(text.split())
-    damaged = [next(record for spec, record in records(JUDGED / "fastest-moe", control) if spec.method.experts)
-               for control in ("gradient_entries_lost", "lora_scale_x1.05")]  # fmt: skip
-    assert [states(record, plain)[1] for record in damaged] == ["fail"] * 2
-    checks = verdict.tensor_checks(damaged[1], plain, recipe)
-    assert f"{sum(each.share > 1 for each in checks)} of {len(checks):,} checks fail" in " ".join(text.split())
+def failed_checks(record: dict, others: Iterable[dict], recipe: Experiment) -> list:
+    """Return the failed checks of the forward and gradient levels with limits from `others`."""
+    checks = [*verdict.tensor_checks(record, [*others], recipe), loss_check(record, [*others], recipe)]
+    return [check for check in checks if check.share > 1]
+
+
+def with_experts(name: str) -> tuple[Experiment, dict, dict[str, dict]]:
+    """Return the run of a recipe for a mixture of experts, and its plain runs by what differs in them."""
+    runs = [(spec, record) for spec, record in records(JUDGED / name) if spec.train.precision == "bf16"]
+    ((recipe, judged),) = [(spec, record) for spec, record in runs if is_judged(spec)]
+    plain = {"compiled" if spec.optimizations.compile else "eager" if spec.optimizations.attention == "eager"
+             else "default": record for spec, record in runs if not is_judged(spec)}  # fmt: skip
+    return recipe, judged, plain
+
+
+def test_the_page_on_verdicts_states_why_fastest_fails_with_experts():
+    """One sample has a large error, and a correct plain run has the same error there."""
+    recipe, judged, plain = with_experts("fastest-moe")
+    (failed,) = failed_checks(judged, plain.values(), recipe)
+    assert f"the error of the losses is {failed.number:.4f} nats (limit {failed.limit:.4f})" in page()
+    _, others, of_experts = with_experts("fastest-experts-moe")
+    assert others["losses"]["initial before"] == judged["losses"]["initial before"]
+    errors, there = ([one - two for one, two in zip(*record["losses"]["initial before"], strict=True)]
+                     for record in (judged, of_experts["compiled"]))  # fmt: skip
+    worst = max(range(len(errors)), key=lambda index: abs(errors[index]))
+    left = [error for index, error in enumerate(errors) if index != worst]
+    assert f"One of {len(errors)} samples causes this: its loss differs by {errors[worst]:.3f} nats" in page()
+    assert f"Without it, the error is {math.hypot(*left) / len(left) ** 0.5:.4f} nats." in page()
+    assert f"has the same error on this sample ({there[worst]:.3f} nats)" in page()
+    assert math.hypot(*left) / len(left) ** 0.5 < failed.limit / 2
+
+
+def test_the_page_on_verdicts_states_which_plain_runs_the_verdicts_with_experts_depend_on():
+    recipe, judged, plain = with_experts("fastest-experts-moe")
+    alone = {name: len(failed_checks(judged, [record], recipe)) for name, record in plain.items()}
+    assert alone == {"default": 1, "eager": 1, "compiled": 0}
+    assert "fails one check if this run uses the default or the eager attention, and passes if it uses" in page()
+    assert not any(failed_checks(judged, two, recipe) for two in combinations(plain.values(), 2))
+    for name, failures in (("fastest-gpt-oss", 0), ("fastest-experts-gpt-oss", 1)):
+        recipe, judged, plain = with_experts(name)
+        assert len(plain) == 2
+        assert not failed_checks(judged, [plain["compiled"]], recipe)
+        assert len(failed_checks(judged, [plain["default"]], recipe)) == failures
+    assert "default plain run only, `fastest-experts-gpt-oss` fails one check" in page()
+
+
+def test_the_page_on_verdicts_states_the_losses_with_experts():
+    fallen: dict[str, list[float]] = {"moe": [], "gpt-oss": []}
+    for name in ("fastest-moe", "fastest-experts-moe", "fastest-gpt-oss", "fastest-experts-gpt-oss"):
+        found: dict[str, list[float]] = {"fp32": [], "bf16": [], "untrained": []}
+        for path in (JUDGED / name).glob("*/summary.json"):
+            spec = json.loads(path.with_name("spec.json").read_text())
+            loss, control = json.loads(path.read_text())["loss"].get("eval"), spec["measure"]["control"]
+            if loss and control in ("off", "learning_rate_0"):
+                found["untrained" if control != "off" else spec["train"]["precision"]].append(loss)
+        assert [*map(len, found.values())] == [3, 3, 1]
+        reference = statistics.mean(found["fp32"])
+        assert f"{statistics.mean(found['bf16']) - reference:+.2f}" in page().partition("After training, the held")[2]
+        fallen["gpt-oss" if "gpt-oss" in name else "moe"].append(found["untrained"][0] - reference)
+    (one, two), (three, four) = fallen.values()
+    assert f"(Qwen3-MoE: {one:.1f} to {two:.1f} nats, gpt-oss: {three:.1f} to {four:.1f} nats)" in page()
 
 
 def test_the_page_on_verdicts_states_how_often_plain_runs_fail():
-    text = " ".join((ROOT / "docs/evidence/parity.md").read_text("utf-8").split())
     alone, pairs, worst = [], [], []
-    for name in ("fastest-fp8-6f1f69c8", "fastest-full-fp8", "fastest-vision-fp8", "fastest-moe"):
+    for name in ("fastest-fp8-6f1f69c8", "fastest-full-fp8", "fastest-vision-fp8", "fastest-moe", "fastest-experts-moe",
+                 "fastest-gpt-oss", "fastest-experts-gpt-oss"):  # fmt: skip
         runs = records(JUDGED / name)
-        if name == "fastest-moe":
-            runs = [(spec, record) for spec, record in runs if spec.method.experts]
         recipe, plain = next(spec for spec, _ in runs if spec.optimizations.packing), plain_runs(runs)
-        assert len(plain) == 3
-        shares = {1: [], 2: []}
+        shares: dict[int, list[float]] = {1: [], 2: []}
         for one, count in product(plain, shares):
             for others in combinations([each for each in plain if each is not one], count):
                 checks = [*verdict.tensor_checks(one, others, recipe), loss_check(one, others, recipe)]
                 shares[count].append(max(each.share for each in checks))
-        alone.append(sum(share > 1 for share in shares[1]))
-        pairs.append(sum(share > 1 for share in shares[2]))
+        alone.append((sum(share > 1 for share in shares[1]), len(shares[1])))
+        pairs.append((sum(share > 1 for share in shares[2]), len(shares[2])))
         worst += shares[2]
-    assert "in {} of 6 cases for `fastest-fp8`, in {} of 6 for `fastest-full-fp8`, in {} of 6".format(*alone) in text
-    assert f"and in {alone[3]} of 6 for `fastest-experts`" in text
-    assert "it fails in {}, {}, {} and {} of 3 cases".format(*pairs) in text
-    assert f"is {max(worst):.1f} times its limit (`fastest-full-fp8`)" in text
-    assert f"at most {max(share for share in worst if share < max(worst)):.2f} times their limits" in text
+    assert [count for _, count in alone] == [6] * 5 + [2] * 2
+    assert [count for _, count in pairs] == [3] * 5 + [0] * 2
+    counts = [count for count, _ in alone]
+    assert "in {} of 6 cases for `fastest-fp8`, in {} of 6 for `fastest-full-fp8`, in {} of 6".format(*counts) in page()
+    assert "and in {} and {} of 6 for `fastest` and".format(*counts[3:]) in page()
+    assert "(gpt-oss: {} and {} of 2)".format(*counts[5:]) in page()
+    assert "it fails in {}, {}, {}, {} and {} of 3 cases".format(*(count for count, _ in pairs)) in page()
+    large = sorted(worst)[-2:]
+    assert [f"{share:.1f}" for share in large] == ["1.4"] * 2
+    assert "is 1.4 times its limit (`fastest-full-fp8`, and `fastest` with Qwen3-MoE)" in page()
+    assert f"at most {sorted(worst)[-3]:.2f} times their limits" in page()
 
 
 def test_the_page_on_verdicts_states_the_verdicts_of_fastest_vision_fp8_with_one_plain_run():
-    text = " ".join((ROOT / "docs/evidence/parity.md").read_text("utf-8").split())
     runs = records(JUDGED / "fastest-vision-fp8")
     ((recipe, judged),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
     plain = {spec.measure.round_scale: record for spec, record in runs if spec.measure.round_products}
@@ -146,19 +182,19 @@ def test_the_page_on_verdicts_states_the_verdicts_of_fastest_vision_fp8_with_one
         return [check for check in checks if check.share > 1]
 
     assert [len(failed(scale)) for scale in (1.0, 0.85, 0.7)] == [0, 4, 1]
-    assert "passes if only the plain run with scale 1 sets the limits" in text
-    assert "It fails four checks with the limits of scale 0.85, and one check with the limits of scale 0.7" in text
+    assert "passes if only the plain run with scale 1 sets the limits" in page()
+    assert "It fails four checks with the limits of scale 0.85, and one check with the limits of scale 0.7" in page()
     (one,) = failed(0.85, 0.7)
-    assert f"of these two plain runs ({100 * one.number:.1f} %, limit {100 * one.limit:.1f} %)" in text
+    assert f"of these two plain runs ({100 * one.number:.1f} %, limit {100 * one.limit:.1f} %)" in page()
     changes = [each for each in verdict.tensor_checks(judged, [*plain.values()], recipe)
                if "weight change norm" in each.what and "median" not in each.what]  # fmt: skip
     (worst,) = [each for each in changes if "layers.9.mlp.gate_proj.lora_A" in each.what and each.number > 0.02]
-    assert f"is now {100 * worst.number:.1f} % smaller" in text
-    assert f"its limit is {100 * worst.limit:.0f} %" in text
-    assert f"weight changes go up to {100 * max(each.limit for each in changes):.0f} %" in text
+    assert f"is now {100 * worst.number:.1f} % smaller" in page()
+    assert f"its limit is {100 * worst.limit:.0f} %" in page()
+    assert f"weight changes go up to {100 * max(each.limit for each in changes):.0f} %" in page()
     there = sorted(100 * abs(row[4]) for record in plain.values() for row in record["tensors"]
                    if row[:2] == ["trained", "steps"] and row[2] in worst.what)  # fmt: skip
-    assert "({:.1f} %, {:.1f} % and {:.1f} %)".format(*there) in text
+    assert "({:.1f} %, {:.1f} % and {:.1f} %)".format(*there) in page()
 
 
 def loss_check(record: dict, others: list[dict], recipe: Experiment):
@@ -167,21 +203,20 @@ def loss_check(record: dict, others: list[dict], recipe: Experiment):
 
 
 def test_the_page_on_verdicts_states_the_errors_of_fastest_full_fp8():
-    text = " ".join((ROOT / "docs/evidence/parity.md").read_text("utf-8").split())
     runs = records(JUDGED / "fastest-full-fp8")
     ((spec, record),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
     plain = yardsticks(spec, runs)
     losses = [math.dist(*each["losses"]["initial after"]) / len(each["losses"]["initial after"][0]) ** 0.5
               for each in (record, *plain)]  # fmt: skip
-    assert f"{losses[0]:.3f} nats, and those of the plain runs are " in text
-    assert "{:.3f}, {:.3f} and {:.3f}".format(*sorted(losses[1:])) in text
+    assert f"{losses[0]:.3f} nats, and those of the plain runs are " in page()
+    assert "{:.3f}, {:.3f} and {:.3f}".format(*sorted(losses[1:])) in page()
     error, *errors = directions([record, *plain], "initial", "gradient")
-    assert f"initial weights {error:.3f}, plain runs: {min(errors):.3f} to {max(errors):.3f})" in text
+    assert f"initial weights {error:.3f}, plain runs: {min(errors):.3f} to {max(errors):.3f})" in page()
     error, *errors = directions([record, *plain], "trained", "steps")
-    assert {f"exact ({error:.3f}, plain runs: {each:.3f})" in text for each in errors} == {True}
+    assert {f"exact ({error:.3f}, plain runs: {each:.3f})" in page() for each in errors} == {True}
     runs = records(JUDGED / "fastest-full")
     (both,) = [(record, *yardsticks(spec, runs)) for spec, record in runs if not is_plain(spec)]
-    assert "without 8-bit products ({:.2f}, plain run: {:.2f})".format(*directions(both, "trained", "steps")) in text
+    assert "without 8-bit products ({:.2f}, plain run: {:.2f})".format(*directions(both, "trained", "steps")) in page()
 
 
 def directions(runs, point, change):
@@ -190,13 +225,12 @@ def directions(runs, point, change):
 
 
 def test_the_page_on_verdicts_states_the_errors_of_the_check_that_did_not_end():
-    text = " ".join((ROOT / "docs/evidence/parity.md").read_text("utf-8").split())
     (recipe,) = json.loads((JUDGED / "fastest-fp8-6f1f69c8/parity.json").read_text())["recipes"]
     assert [each["state"] for each in recipe["controls"][:2]] == ["caught"] * 2
     runs = records(JUDGED / "fastest-fp8-6f1f69c8")
     ((spec, record),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
     for found in (level(record, yardsticks(spec, runs), spec) for level in (verdict.forward, verdict.gradient)):
-        assert f"{found.number:.2g} / {found.limit:.2g}" in text
+        assert f"{found.number:.2g} / {found.limit:.2g}" in page()
 
 
 @pytest.mark.parametrize(("factor", "state"), [(0.0, "pass"), (0.02, "fail"), (-0.03, "fail")])

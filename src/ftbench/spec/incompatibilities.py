@@ -119,7 +119,8 @@ def with_changes(spec: Experiment, changes: Mapping[str, Any]) -> Experiment:
 
 
 def unpublished(spec: Experiment, capability: Capability) -> str | None:
-    """Return why `triton_kernels: auto` becomes off on this machine, else None. Recipes are published with the kernels
-    on. With the kernels off, the published speed and verdict of a recipe do not apply."""
-    reason = compute.kernels_left_out(spec, capability)
-    return reason and f"recipes are published with {KERNELS} on, but this machine would turn it off: {reason}"
+    """Return why `triton_kernels: auto` becomes off here, but on where recipes are published, else None. With the
+    kernels off, the published speed and verdict of a recipe do not apply."""
+    if not (why := compute.kernels_left_out(spec, capability)) or compute.kernels_left_out(spec, compute.MEASURED):
+        return None
+    return f"recipes are published with {KERNELS} on, but this machine would turn it off: {why}"
