@@ -63,5 +63,9 @@ def test_recipe_without_its_kernels_is_unpublished_unless_switched_off_by_name(l
     assert unpublished(load(path, ["recipe=fastest", f"{KERNELS}=off"]), AMPERE) is None
     assert unpublished(load(path), None) is None
     assert "only on compute capability 9.0" in unpublished(load(path, ["recipe=fastest"]), AMPERE)
-    for machine in (H200, AMPERE, None):  # off on every machine, so it is published like this
-        assert unpublished(load(path, ["recipe=fastest", "model.path=none", "model.id=x"]), machine) is None
+    other = ["model.path=none", "model.id=openai/gpt-oss-20b"]
+    for machine in (H200, AMPERE, None):  # off on every machine, so that it is published without the kernels
+        assert unpublished(load(path, ["recipe=fastest", *other]), machine) is None
+    assert "the layers of gpt_oss" in unpublished(load(path, ["recipe=fastest-fp8", *other]), H200)
+    sharded = ["recipe=fastest", "optimizations.fused_lora=off", "launch.gpus=2", "launch.strategy=fsdp"]
+    assert "not tested with launch.strategy fsdp" in unpublished(load(path, sharded), H200)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ftbench.spec import frameworks, strategies
 from ftbench.spec.base import OFF, Capability, Experiment, Part
-from ftbench.spec.methods import reads_images
+from ftbench.spec.methods import decoder_family, reads_images
 from ftbench.spec.optimizations import OPTIMIZATIONS, compute, switched_on
 
 KERNELS = "optimizations.triton_kernels"
@@ -119,8 +119,8 @@ def with_changes(spec: Experiment, changes: Mapping[str, Any]) -> Experiment:
 
 
 def unpublished(spec: Experiment, capability: Capability) -> str | None:
-    """Return why `triton_kernels: auto` becomes off here, but on where recipes are published, else None. With the
-    kernels off, the published speed and verdict of a recipe do not apply."""
-    if not (why := compute.kernels_left_out(spec, capability)) or compute.kernels_left_out(spec, compute.MEASURED):
-        return None
-    return f"recipes are published with {KERNELS} on, but this machine would turn it off: {why}"
+    """Return why `triton_kernels: auto` becomes off on this machine, else None. With the kernels off, the published
+    speed and verdict of a recipe do not apply. For some models they are off on all machines: then return None, too."""
+    supported = decoder_family(spec.model) in compute.KERNEL_FAMILIES or spec.optimizations.fp8 != "off"
+    reason = compute.kernels_left_out(spec, capability) if supported else None
+    return reason and f"recipes are published with {KERNELS} on, but this machine would turn it off: {reason}"
