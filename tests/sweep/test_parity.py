@@ -15,7 +15,7 @@ from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import GRADED, Experiment, resolve
 from ftbench.store import rundir
 from ftbench.sweep import verdict
-from ftbench.sweep.parity import ParityTables
+from ftbench.sweep.parity import ParityRequest, ParityTables, prepare
 from ftbench.sweep.parity_records import FAIL, INCONCLUSIVE, PASS, Training
 from ftbench.sweep.plan.base import FAILED, JobStatus
 from ftbench.sweep.plan.parity import PENDING, UNPROVEN, Contender, _is_refused
@@ -494,6 +494,22 @@ def test_command_lists_its_runs_and_refuses_what_it_cannot_judge(ftbench, tmp_pa
         code, _, stderr = ftbench("parity", path, *option, *out)
         assert (code, option[0] in stderr) == (2, True), stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("steps", [10, 30, 60])
+def test_packed_training_has_the_samples_of_the_reference_in_its_steps(cache, tmp_path, steps):
+    """Rows are packed from all samples, and the first rows would have other numbers of samples than the last ones."""
+    path = tmp_path / "spec.yaml"
+    path.write_text(json.dumps(SPEC | {"optimizations": {"packing": True}}))
+    request = ParityRequest(path, sets=[], out=tmp_path / "out", steps=steps)
+    plan = prepare(request).plan
+    (packed,) = plan.recipes
+    reference, spec = (plan.train(*each).spec for each in ((packed.reference, 0), (packed.spec, 0, packed)))
+    assert reference.dataset.samples == spec.dataset.samples == 8 * steps
+    rows = rows_of(synthetic_lengths(spec.dataset, 8 * steps), spec.dataset.max_length)
+    trained = sum(map(len, rows[: steps * spec.train.batch_size]))
+    assert trained == pytest.approx(8 * steps, rel=0.03)
 
 
 def test_plan_goes_on_if_another_process_has_trained_the_reference(tmp_path):

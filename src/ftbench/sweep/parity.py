@@ -33,10 +33,7 @@ NOTE = (
     "each level: its worst number / the limit. forward: loss per sample in nats; gradient: gradients and weight "
     "changes by tensor; training: held-out loss over all seeds in nats, as two one-sided tests"
 )
-WITHOUT_KERNELS = (
-    "To judge a recipe without the kernels, write a file with `recipe: NAME` and "
-    "`optimizations: {triton_kernels: off}`, and name it with --recipe"
-)
+WITHOUT = "To judge it without them, use --recipe FILE with `recipe: NAME` and `optimizations: {triton_kernels: off}`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +55,9 @@ def prepare(request: ParityRequest) -> command.Ready:
     spec = load(request.spec, sets)
     _check(spec)
     sets += ["measure.eval=end", "measure.repeats=1"]
+    if spec.dataset.is_generated:  # no samples after the last step, because the first packed rows may have fewer
+        trained = (spec.train.max_steps or 0) * spec.train.batch_size * spec.train.gradient_accumulation_steps
+        sets.append(f"dataset.samples={min(spec.dataset.samples or trained, trained)}")
     checks.check_disk(request.out)
     described = runner.describe(spec)
     recipes = [_contender(request, name, sets, described) for name in request.recipes or [""]]
@@ -70,7 +70,7 @@ def prepare(request: ParityRequest) -> command.Ready:
     slots = [LocalSlot(f"run {at + 1}") for at in range(AT_A_TIME if spec.measure.share_gpu else 1)]
     return command.Ready(
         request, spec_text(request.spec), plan, slots, first_gpu(described) or None, refused,
-        command.without_kernels(judged, checks.capability(described), WITHOUT_KERNELS), ParityTables,
+        command.without_kernels(judged, checks.capability(described), WITHOUT), ParityTables,
     )  # fmt: skip
 
 
