@@ -125,10 +125,11 @@ def test_the_page_on_verdicts_states_which_plain_runs_the_verdicts_with_experts_
     recipe, judged, plain = with_experts("fastest-experts-moe")
     alone = {name: len(failed_checks(judged, [record], recipe)) for name, record in plain.items()}
     assert alone == {"default": 1, "eager": 1, "compiled": 0}
-    assert "fails one check if this run uses the default or the eager attention, and passes if it uses" in page()
+    assert "fails one check with the limits of only the plain run with the default attention, or only the one" in page()
     assert not any(failed_checks(judged, two, recipe) for two in combinations(plain.values(), 2))
     loss = loss_check(judged, [plain["default"], plain["eager"]], recipe)
-    assert f"without the one with compiled layers only just ({loss.number:.4f} nats, limit {loss.limit:.4f})" in page()
+    assert f"without this run only just ({loss.number:.4f} nats, limit {loss.limit:.4f})" in page()
+    assert f"makes the limit larger ({loss_check(judged, [*plain.values()], recipe).limit:.4f} nats)" in page()
     for name, failures in (("fastest-gpt-oss", 0), ("fastest-experts-gpt-oss", 1)):
         recipe, judged, plain = with_experts(name)
         assert len(plain) == 2

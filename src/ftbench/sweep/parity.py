@@ -33,7 +33,6 @@ NOTE = (
     "each level: its worst number / the limit. forward: loss per sample in nats; gradient: gradients and weight "
     "changes by tensor; training: held-out loss over all seeds in nats, as two one-sided tests"
 )
-WITHOUT = "To judge it without them, use --recipe FILE with `recipe: NAME` and `optimizations: {triton_kernels: off}`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +65,12 @@ def prepare(request: ParityRequest) -> command.Ready:
         raise MissingError(f"no recipe can be judged here: {'; '.join(map(': '.join, refused))}")
     options = request.options(request.out / runner.experiment(spec), runner.gpu_name(described), sets)
     plan = ParityPlan(recipes, request.seeds, request.controls == "all", options)
+    fix = "To judge without them, use --recipe FILE with `recipe: NAME` and `optimizations: {triton_kernels: off}`"
     judged = ((each.name, load(request.spec, each.sets)) for each in recipes if each.refused is None)
     slots = [LocalSlot(f"run {at + 1}") for at in range(AT_A_TIME if spec.measure.share_gpu else 1)]
     return command.Ready(
         request, spec_text(request.spec), plan, slots, first_gpu(described) or None, refused,
-        command.without_kernels(judged, checks.capability(described), WITHOUT), ParityTables,
+        command.without_kernels(judged, checks.capability(described), fix), ParityTables,
     )  # fmt: skip
 
 

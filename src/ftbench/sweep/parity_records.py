@@ -159,12 +159,10 @@ def same_samples(spec: Experiment) -> dict[str, Any]:
     lengths = every[: spec.dataset.samples]
     steps, tokens = len(lengths) / spec.train.batch_size, spec.train.batch_size * sum(lengths) / len(lengths)
     shortest, longest = max(every), spec.dataset.max_length
-    choices = {}
-    for rows in range(max(1, int(tokens / longest)), int(tokens / shortest) + 2):
-        for room in (1.0, 1.03, 1.06, 1.1, 1.2):
-            length = min(longest, max(shortest, round(room * tokens / rows)))
-            choices[rows, length] = abs(len(packed(lengths, length)) / rows / steps - 1)
-    rows, length = min(choices, key=lambda choice: choices[choice])
+    choices = ((rows, min(longest, max(shortest, round(room * tokens / rows))))
+               for rows in range(max(1, int(tokens / longest)), int(tokens / shortest) + 2)
+               for room in (1.0, 1.03, 1.06, 1.1, 1.2))  # fmt: skip
+    rows, length = min(choices, key=lambda choice: abs(len(packed(lengths, choice[1])) / choice[0] / steps - 1))
     return {"train.batch_size": rows, "dataset.max_length": length}
 
 
