@@ -182,7 +182,7 @@ def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any
     A weight change is not checked if plain bfloat16 rounds it to zero. Clipping multiplies all second moments by one
     factor. If gradients have 16 bits, the rounding of this factor is added to the limits of second moments."""
     names, in_16_bits = kinds(spec), spec.method.name == "full" and spec.model.dtype != "float32"
-    errors, allowed = _errors([record]), _errors(rounding)
+    errors, allowed = _errors([record], in_16_bits and "torchao" in spec.train.optimizer), _errors(rounding)
     checks = []
     for (point, change, what), recorded in errors.items():
         known = allowed.get((point, change, what), {})
@@ -218,12 +218,18 @@ def _budget(names: Sequence[str], change: str, what: str) -> float:
     return max((each for each in budgets if each is not None), default=0.0)
 
 
-def _errors(records: Sequence[Mapping[str, Any]]) -> _Errors:
+def _errors(records: Sequence[Mapping[str, Any]], stochastic: bool = False) -> _Errors:
+    """Return the errors of all tensors. `stochastic`: the optimizer rounds weights stochastically. This adds random
+    numbers to a weight change, which make its norm larger. The length of its part along the weight change of the
+    reference stays the same. Of the errors of these two lengths, the smaller one counts."""
     errors: _Errors = {}
     rows = grouped_by([row for record in records for row in record["tensors"]], lambda row: tuple(row[:3]))
     for (point, change, name), same in rows.items():
         errors.setdefault((point, change, "direction"), {})[name] = _median(row[3] for row in same)
-        errors.setdefault((point, change, "norm"), {})[name] = _root_mean_square(row[4] for row in same)
+        along = [row[4] + math.log(max(1 - row[3] ** 2 / 2, math.ulp(1))) for row in same]  # cos = 1 - direction²/2
+        norms = [min(row[4], part, key=abs) if stochastic and CHANGES[change] == "weight change" else row[4]
+                 for row, part in zip(same, along, strict=True)]  # fmt: skip
+        errors.setdefault((point, change, "norm"), {})[name] = _root_mean_square(norms)
     return errors
 
 
