@@ -119,12 +119,8 @@ def csv_text(records: Sequence[Record]) -> str:
     lines: list[str] = []
     rows: list[list[Any]] = [flat, *([record.get(name) for name in flat] for record in records)]
     writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator="\r\n")  # quotes cells with \r or \n
-    writer.writerows([_known(value) for value in row] for row in rows)
+    writer.writerows([None if isinstance(x, float) and not math.isfinite(x) else x for x in row] for row in rows)
     return "".join(line.removesuffix("\r\n") + "\n" for line in lines)
-
-
-def _known(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _json(report: Report) -> str:
