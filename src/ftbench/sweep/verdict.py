@@ -22,7 +22,7 @@ LEVELS = ("forward", "gradient", "training")
 FACTOR = 2.0  # times the error of plain bfloat16, for a mean over samples or a median over tensors
 ONE_TENSOR = {"direction": 4.0, "norm": 7.0}  # the same, for a single tensor (tests/test_verdicts.py)
 SMALL = 0.005  # least limit of a norm error; Adam's first steps have nearly the same norm in all recipes
-UNRELATED = 1.3  # largest limit of the direction error of a gradient or a second moment (sqrt(2): unrelated directions)
+UNRELATED = 1.3  # largest limit of a direction error (sqrt(2): unrelated directions)
 CLIPPING = 2.0**-7  # clipping in bfloat16 rounds the norm of all gradients and the factor, each by at most 2**-8
 SPREAD = 4.0  # least ratio of the loss that training removes and the spread between seeds, which sets the margin
 LEARNED = 0.05  # allowed difference of held-out losses, as a share of the loss that training removes
@@ -204,7 +204,7 @@ def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any
         for name, error in tensors.items():
             plain_error = max(known.get(name, 0.0), *plain_both)
             limit = max(ONE_TENSOR[what] * plain_error, budget) + rounded
-            if what == "direction" and not of_step:
+            if what == "direction":
                 limit = min(limit, max(UNRELATED, plain_error))
             checks.append(_Check(f"{name}: {text}", error, limit))
     return checks
@@ -220,15 +220,15 @@ def _budget(names: Sequence[str], change: str, what: str) -> float:
 
 def _errors(records: Sequence[Mapping[str, Any]], stochastic: bool = False) -> _Errors:
     """Return the errors of all tensors. `stochastic`: the optimizer rounds weights stochastically. This adds random
-    numbers to a weight change, which make its norm larger. The length of its part along the weight change of the
-    reference stays the same. Of the errors of these two lengths, the smaller one counts."""
+    numbers to a weight change, so its norm is larger, but its part along the weight change of the reference is not.
+    Compute the errors of both lengths. The smaller one counts."""
     errors: _Errors = {}
     rows = grouped_by([row for record in records for row in record["tensors"]], lambda row: tuple(row[:3]))
     for (point, change, name), same in rows.items():
         errors.setdefault((point, change, "direction"), {})[name] = _median(row[3] for row in same)
-        along = [row[4] + math.log(max(1 - row[3] ** 2 / 2, math.ulp(1))) for row in same]  # cos = 1 - direction²/2
-        norms = [min(row[4], part, key=abs) if stochastic and CHANGES[change] == "weight change" else row[4]
-                 for row, part in zip(same, along, strict=True)]  # fmt: skip
+        norms = [row[4] for row in same]
+        if stochastic and CHANGES[change] == "weight change":  # the cosine of the angle is 1 - direction**2 / 2
+            norms = [min(row[4], row[4] + math.log(max(1 - row[3] ** 2 / 2, math.ulp(1))), key=abs) for row in same]
         errors.setdefault((point, change, "norm"), {})[name] = _root_mean_square(norms)
     return errors
 

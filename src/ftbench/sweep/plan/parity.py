@@ -216,7 +216,7 @@ class ParityPlan(Grid):
         worst = min(levels, key=lambda level: (order[level.state], level.level != "gradient"))
         controls = self.controls(recipe) if worst.state in (PASS, PENDING) else []
         if missed := [each.name for each in controls if each.state == "missed"]:
-            reason = f"{', '.join(missed)} passed but must fail, so there is no verdict. Change --steps or the data"
+            reason = f"{', '.join(missed)} passed but must fail: use fewer or more steps, or other data"
             return Judgement(recipe.name, UNPROVEN, reason, levels)
         if broken := [each.result for each in controls if each.state == BROKEN]:
             cause = broken[0].sentence if broken[0] else ""
