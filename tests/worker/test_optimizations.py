@@ -408,19 +408,19 @@ def test_chunk_is_freed_before_the_next():
 def test_estimate_counts_the_tensors_of_the_chunked_loss(dtypes, method, size):
     """`fetch` copies the head to the GPU, as weight_offload does."""
     dtype, autocast = torch.bfloat16 if dtypes == "16 bits" else torch.float32, dtypes != "32 bits"
-    hidden, full = torch.randn(1, 256, 256, dtype=dtype, requires_grad=True), method.startswith("full")
-    weight = torch.randn(8192, 256, dtype=dtype, requires_grad=full)
+    hidden, full = torch.randn(1, 256, 128, dtype=dtype, requires_grad=True), method.startswith("full")
+    weight = torch.randn(4096, 128, dtype=dtype, requires_grad=full)
     if offloaded := method.endswith("weight_offload"):
         weight.fetch = weight.detach().clone
     (tracker := MemTracker()).track_external(hidden, weight)
-    labels, positions, head = torch.randint(0, 8192, (1, 256)), torch.arange(6, 256), SimpleNamespace(weight=weight)
+    labels, positions, head = torch.randint(0, 4096, (1, 256)), torch.arange(6, 256), SimpleNamespace(weight=weight)
     head.bias = None
     with tracker:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = chunked_loss.chunked_loss(hidden * 1, labels, positions, head, size=size)
         loss.backward()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - hidden.nbytes - weight.nbytes
-    each, shape = dtype.itemsize, SimpleNamespace(vocab=8192, hidden=256)
+    each, shape = dtype.itemsize, SimpleNamespace(vocab=4096, hidden=128)
     plan = TrainingPlan(full=full, weight=each, upcast=each, compute=2 if autocast else 4, autocast=autocast,
                         loss="chunked", chunk=size, streamed=offloaded)  # fmt: skip
     batch = SimpleNamespace(tokens=256, labels=250)
@@ -429,8 +429,8 @@ def test_estimate_counts_the_tensors_of_the_chunked_loss(dtypes, method, size):
 
 
 @pytest.mark.parametrize(("dtype", "tied", "vocab", "length", "phase"), [
-    ("float32", False, 8192, 64, "loss"), ("float32", True, 8192, 64, "loss"), ("bfloat16", False, 8192, 64, "loss"),
-    ("bfloat16", True, 8192, 64, "loss"), ("bfloat16", True, 65536, 4, "backward, embedding"),
+    ("float32", False, 4096, 64, "loss"), ("float32", True, 4096, 64, "loss"), ("bfloat16", False, 4096, 64, "loss"),
+    ("bfloat16", True, 4096, 64, "loss"), ("bfloat16", True, 32768, 4, "backward, embedding"),
 ])  # fmt: skip
 def test_estimate_counts_the_tensors_of_a_full_training(tmp_path, dtype, tied, vocab, length, phase):
     """Autocast copies the 32-bit weights of the layers, and keeps the copy of the head until the forward pass ends."""
