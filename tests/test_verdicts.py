@@ -122,12 +122,8 @@ def test_the_page_on_verdicts_states_which_plain_runs_the_verdicts_with_experts_
 def held_out(name: str) -> dict[str, list[float]]:
     """Return the held-out losses of a check's trainings."""
     found: dict[str, list[float]] = {"fp32": [], "bf16": [], "untrained": [], "control": []}
-    kinds = {
-        "off": "",
-        "learning_rate_0": "untrained",
-        "layer_gradient_reversed": "control",
-        "learning_rate_x0.1": "control",
-    }
+    controls = ("layer_gradient_reversed", "learning_rate_x0.1")
+    kinds = {"off": "", "learning_rate_0": "untrained"} | dict.fromkeys(controls, "control")
     for path in sorted((JUDGED / name).glob("*/summary.json"), key=seed_of):
         spec = json.loads(path.with_name("spec.json").read_text())
         loss, control = json.loads(path.read_text())["loss"].get("eval"), spec["measure"]["control"]

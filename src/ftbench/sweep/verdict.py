@@ -219,9 +219,9 @@ def _budget(names: Sequence[str], change: str, what: str) -> float:
 
 
 def _errors(records: Sequence[Mapping[str, Any]], stochastic: bool = False) -> _Errors:
-    """Return the errors of all tensors. `stochastic`: the optimizer rounds weights stochastically. This adds random
-    numbers to a weight change, so its norm is larger, but its part along the weight change of the reference is not.
-    Compute the errors of both lengths. The smaller one counts."""
+    """Return the direction error and the logarithm of the norm ratio of each tensor. `stochastic`: weights are rounded
+    stochastically. The norm of a weight change is then larger, but the length of its part along the weight change of
+    the reference is not. The logarithms of both ratios are errors, and the one closer to 0 counts."""
     errors: _Errors = {}
     rows = grouped_by([row for record in records for row in record["tensors"]], lambda row: tuple(row[:3]))
     for (point, change, name), same in rows.items():
