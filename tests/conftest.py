@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
 from hypothesis import settings
 
 from ftbench import cli
@@ -98,6 +99,14 @@ def _committed_runs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rundir, "find_runs", lambda path: [*found(str(path))] if is_committed(path) else find(path))
         patch.setattr(history, "timed_run", timed_run)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_parser() -> Iterator[None]:
+    """Build the parser of the command line once per process, not 0.1 s for each command."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield
 
 
