@@ -24,6 +24,7 @@ from ftbench.store import rundir
 
 WITH_TORCH = {"worker", "gpu"}  # the folders of tests that all need it
 collect_ignore = [] if importlib.util.find_spec("torch") else [*WITH_TORCH]
+gc.disable()  # while modules are imported: it takes a fifth less time
 # Before anything imports torch: threads that wait for each other cost test processes side by side most of their time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
@@ -59,6 +60,7 @@ def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection, which each training runs."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,6 @@
 """Worker process: `python -m ftbench.worker RUN_DIRECTORY` trains as spec.json requests and writes state.json."""
 
+import gc
 import importlib
 import os
 import signal
@@ -27,13 +28,17 @@ def main(path: str, handed_over: bool = False) -> int:
     run: Any = None
     outcome: dict[str, Any] = {"state": "ok"}
     try:
-        spec = _spec(directory)
+        values = read_json(directory.spec_json)
+        spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
+        gc.disable()  # imports keep nearly all objects that they create, so collections only take time
         if spec.method.name == "unsloth":  # importing unsloth patches other libraries and uses the GPU
             _acquire_gpu(spec, directory, phases)
             _import_unsloth(spec.method)
         from ftbench.worker.training_run import TrainingRun
 
         train = _loop(spec, handed_over)
+        gc.enable()
+        gc.freeze()
         run = TrainingRun(spec, directory, phases)
         trains = handed_over or spec.launch.framework == "trl"  # preparing for another interpreter needs no GPU
         if trains and os.environ.get("LOCAL_RANK", "0") == "0":  # one lock per machine
@@ -79,19 +84,13 @@ def _join_ranks(run: Any) -> None:
     join()
 
 
-def _spec(directory: RunDir) -> Experiment:
-    values = read_json(directory.spec_json)
-    return Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
-
-
 def _acquire_gpu(spec: Experiment, directory: RunDir, phases: Phases) -> None:
     if not spec.measure.share_gpu:
         gpu_lock.acquire(directory, phases)
 
 
 def _import_unsloth(method: Any) -> None:
-    """Set unsloth's environment variables and import unsloth, which reads the variables during the import. The
-    variables contain the method's settings and the folder for generated modules, and turn off telemetry."""
+    """Set environment variables, and import unsloth, which reads them during the import. One turns off telemetry."""
     os.environ |= {
         "UNSLOTH_DISABLE_STATISTICS": "1",
         "UNSLOTH_PADDING_CHOICE": "auto",
