@@ -1,5 +1,6 @@
 """Imports and first calls that each forked command would repeat. The fork server imports this module once."""
 
+import gc
 import os
 from contextlib import suppress
 from importlib import import_module
@@ -43,6 +44,7 @@ def use_libraries(folder: Path) -> None:
     GradientState._reset_state()
 
 
+gc.disable()  # while modules are imported, as in the worker
 for name in MODULES:
     with suppress(ImportError):
         import_module(name)
@@ -54,3 +56,5 @@ with TemporaryDirectory() as folder, suppress(ImportError):
     use_libraries(Path(folder))
     os.environ.pop("FTBENCH_CACHE")
     os.environ |= {"FTBENCH_CACHE": kept} if kept else {}
+gc.enable()
+gc.freeze()
