@@ -30,15 +30,12 @@ def main(path: str, handed_over: bool = False) -> int:
     try:
         values = read_json(directory.spec_json)
         spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
-        gc.disable()  # imports keep nearly all objects that they create, so collections only take time
         if spec.method.name == "unsloth":  # importing unsloth patches other libraries and uses the GPU
             _acquire_gpu(spec, directory, phases)
             _import_unsloth(spec.method)
+        train = _loop(spec, handed_over)
         from ftbench.worker.training_run import TrainingRun
 
-        train = _loop(spec, handed_over)
-        gc.enable()
-        gc.freeze()
         run = TrainingRun(spec, directory, phases)
         trains = handed_over or spec.launch.framework == "trl"  # preparing for another interpreter needs no GPU
         if trains and os.environ.get("LOCAL_RANK", "0") == "0":  # one lock per machine
@@ -59,11 +56,14 @@ def main(path: str, handed_over: bool = False) -> int:
 
 def _loop(spec: Experiment, handed_over: bool) -> Callable[[Any], None]:
     """Return the training function. Frameworks other than trl have two parts: `prepare`, then `session`."""
-    if spec.launch.framework == "trl":
-        module = "ftbench.worker.train"
-    else:
-        module = f"ftbench.worker.frameworks.{'session' if handed_over else 'prepare'}"
-    return importlib.import_module(module).train
+    part = "frameworks.session" if handed_over else "frameworks.prepare"
+    name = "train" if spec.launch.framework == "trl" else part
+    gc.disable()  # imports keep nearly all objects that they create, so collections only take time
+    try:
+        return importlib.import_module(f"ftbench.worker.{name}").train
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def _write_outcome(directory: RunDir, outcome: dict[str, Any]) -> None:
