@@ -58,7 +58,7 @@ def _loop(spec: Experiment, handed_over: bool) -> Callable[[Any], None]:
     """Return the training function. Frameworks other than trl have two parts: `prepare`, then `session`."""
     part = "frameworks.session" if handed_over else "frameworks.prepare"
     name = "train" if spec.launch.framework == "trl" else part
-    gc.disable()  # imports keep nearly all objects that they create, so collections only take time
+    gc.disable()  # imports keep nearly all objects that they create: never search them for garbage
     try:
         return importlib.import_module(f"ftbench.worker.{name}").train
     finally:
