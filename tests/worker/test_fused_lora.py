@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from few_labels import require_few_tokens
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM as Model
@@ -24,8 +25,8 @@ from ftbench.worker import methods
 from ftbench.worker.measure import rounded_products
 from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
+from ftbench.worker.optimizations import chunked_loss, fp8, fused_lora
 from ftbench.worker.optimizations import compile as compiled
-from ftbench.worker.optimizations import fp8, fused_lora
 
 ON = spec_of(optimizations={"fused_lora": True})
 FP8 = spec_of().model_copy(
@@ -60,6 +61,28 @@ def learned(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(("kind", "fused", "compile"), [
+    ("llama", False, False), ("qwen3", True, False), pytest.param("qwen3", True, True, marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_the_last_mlp_computes_only_tokens_that_the_loss_reads(kind, fused, compile):
+    plain, ours = model_of(kind), model_of(kind)
+    if fused:
+        fused_lora.apply(ours, ON)
+    require_few_tokens(plain, ours, IDS, compile)
+
+
+def test_the_last_mlp_computes_all_tokens_if_half_of_them_have_labels():
+    plain, ours, counts = model_of(), model_of(), []
+    chunked_loss.apply(ours, spec_of(optimizations={"chunked_loss": True, "fixed_shape": True}))
+    decoder_layers(ours)[-1].mlp.register_forward_hook(lambda *given: counts.append(int((given[2] != 0).any(-1).sum())))
+    for positions in (torch.arange(1, 17), torch.tensor([*range(1, 17), 20])):
+        labels = torch.full_like(IDS, -100)
+        labels.view(-1)[positions] = IDS.view(-1)[positions]
+        loss = ours(input_ids=IDS, labels=labels, label_positions=positions).loss
+        torch.testing.assert_close(loss, plain(input_ids=IDS, labels=labels).loss)
+    assert counts == [16, 34]
 
 
 def beside(monkeypatch) -> None:

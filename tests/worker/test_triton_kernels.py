@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from few_labels import require_few_tokens
 from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, AutoConfig
 from transformers import AutoModelForCausalLM as Model
@@ -81,6 +82,14 @@ def test_loss_and_gradients_equal_transformers(kernels, family, fused):
     kernels.apply(ours, ON)
     assert kernels.verify(ours, ON) == []
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_the_last_mlp_computes_only_tokens_that_the_loss_reads(kernels, compile):
+    plain, ours = model_of(), model_of()
+    fused_lora.apply(ours, ON)
+    kernels.apply(ours, ON)
+    require_few_tokens(plain, ours, IDS, compile)
 
 
 def test_attention_gets_the_arguments_of_transformers(kernels):

@@ -111,7 +111,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     if spec.launch.sharded and data.pixels:
         _check_pictures(spec, data, size)
     train, evaluation = (dataset(filled(rows, size), pictures) for rows in (data.train, data.evaluation))
-    labels = data.most_labels(spec.train.batch_size) if spec.optimizations.cuda_graph else 0
+    labels = data.most_labels(spec.train.batch_size) if spec.optimizations.fixed_shape else 0
     collator = None
     if own_batches := unsloth.batches_itself(spec, data.pixels):
         for each in (train, evaluation):

@@ -5,9 +5,15 @@ and waits for them. In ftbench, the collator counts the label tokens and passes 
 chunk exist at a time. Their gradient is computed immediately, as in Liger's fused loss. So each label needs two
 products with the head's weight. Recomputing the logits in the backward pass would need a third product. With `compile`,
 the softmax of a chunk is one compiled function. It reads or writes the logits 3 times instead of 11 times.
+
+The loss reads only the outputs of the decoder at label tokens. So with `fixed_shape`, the MLP of the last layer
+computes only these tokens, if they are less than half of all tokens. Prompts, images and padding have no labels. The
+other outputs of this MLP do not affect the loss or any gradient. Without `fixed_shape`, the number of label tokens
+differs between batches, so torch.compile would compile the layer again.
 """
 
 import inspect
+from functools import lru_cache
 from types import MethodType
 from typing import Any
 
@@ -18,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.model.parts import base_model
+from ftbench.worker.model.parts import base_model, decoder_layers
 
 SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # logit scales of gemma2, cohere2, granite
 CHUNK = 2048  # label tokens per chunk; with a vocabulary of 152k, the float32 logits have 1.2 GB
@@ -36,13 +42,46 @@ def apply(model: Any, spec: Experiment) -> None:
             f"optimizations.chunked_loss does not support how {type(base).__name__} scales its logits: set it to off"
         )
     softmax = torch.compile(probabilities) if spec.optimizations.compile else probabilities
-    base.forward = MethodType(_forward(base.forward, softmax, CHUNK if setting is True else setting), base)
+    size = CHUNK if setting is True else setting
+    base.forward = MethodType(_forward(base.forward, softmax, size, _last_mlp(model, spec)), base)
 
 
-def _forward(original: Any, softmax: Any, size: int) -> Any:
+def _last_mlp(model: Any, spec: Experiment) -> Any:
+    """Make the MLP of the last layer selective and return it. Return None if it always computes all tokens."""
+    mlp = getattr(decoder_layers(model)[-1], "mlp", None)
+    # Experts have no `down_proj` here: the model counts the tokens of each expert.
+    if not spec.optimizations.fixed_shape or spec.launch.sharded or not hasattr(mlp, "down_proj"):
+        return None
+    mlp.__class__ = _selective(type(mlp))  # type: ignore[arg-type]
+    return mlp
+
+
+class _Selective:
+    """Mixin for the MLP of the last layer. If `rows` is set, it computes only these tokens of the flattened input."""
+
+    rows: torch.Tensor | None = None
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.rows is None:
+            return super().forward(x)  # type: ignore[misc]
+        flat = x.reshape(-1, x.shape[-1])
+        made = super().forward(flat.index_select(0, self.rows)[None])[0]  # type: ignore[misc]
+        outputs: torch.Tensor = made.new_zeros(len(flat), made.shape[-1]).index_copy(0, self.rows, made)
+        return outputs.view(*x.shape[:-1], -1)
+
+
+@lru_cache
+def _selective(kind: Any) -> Any:
+    """Return a subclass of `kind` that uses `_Selective`."""
+    return type(kind.__name__, (_Selective, kind), {"__module__": kind.__module__})
+
+
+def _forward(original: Any, softmax: Any, size: int, last: Any = None) -> Any:
     def chunked_forward(
         self: Any, input_ids: Any = None, labels: Any = None, label_positions: Any = None, **kwargs: Any
     ) -> Any:
+        if last is not None:
+            last.rows = _read_rows(label_positions, labels)
         if label_positions is None:
             return original(input_ids=input_ids, labels=labels, **kwargs)
         count = kwargs.pop("num_items_in_batch", None)
@@ -54,6 +93,13 @@ def _forward(original: Any, softmax: Any, size: int) -> Any:
         return CausalLMOutputWithPast(loss=total / count)
 
     return chunked_forward
+
+
+def _read_rows(positions: Any, labels: torch.Tensor) -> torch.Tensor | None:
+    """Return the flat indices of the hidden states that the loss reads, or None if they are at least half of all."""
+    if positions is None or 2 * len(positions) >= labels.numel():
+        return None
+    return (positions - 1) % labels.numel()  # position 0 is not a label, but fills batches with few labels
 
 
 def chunked_loss(
