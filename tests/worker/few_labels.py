@@ -13,7 +13,7 @@ from ftbench.worker.optimizations import chunked_loss
 
 def require_few_tokens(plain: Any, ours: Any, ids: torch.Tensor, compile: bool) -> None:
     """Train both models with SGD: `plain` with the loss of transformers, and `ours` with chunked_loss. Require equal
-    losses and weights, and that the last MLP of `ours` computes four tokens. `ids` is (2, length)."""
+    losses and weights, and that the last `o_proj` and MLP of `ours` compute four tokens. `ids` is (2, length)."""
     length = ids.shape[1]
     labels = torch.full_like(ids, -100)
     labels[0, 3], labels[1, 1:3] = ids[0, 3], ids[1, 1:3]
@@ -24,12 +24,13 @@ def require_few_tokens(plain: Any, ours: Any, ids: torch.Tensor, compile: bool) 
         if compile:
             layer.compile()
         else:
-            layer.mlp.register_forward_hook(lambda *given: counts.append(int((given[2] != 0).any(-1).sum())))
+            for module in (layer.self_attn.o_proj, layer.mlp):
+                module.register_forward_hook(lambda *given: counts.append(int((given[2] != 0).any(-1).sum())))
     (loss, weights), (our_loss, our_weights) = (
         _trained(model, input_ids=ids, labels=labels, use_cache=False, **more)
         for model, more in ((plain, {}), (ours, {"label_positions": positions}))
     )
-    assert compile or counts == [*[ids.numel()] * (len(decoder_layers(ours)) - 1), 4] * 2
+    assert compile or counts == [*[ids.numel()] * 2 * (len(decoder_layers(ours)) - 1), 4, 4] * 2
     torch.testing.assert_close(our_loss, loss)
     torch.testing.assert_close(our_weights, weights, atol=1e-6, rtol=1e-5)
     with torch.no_grad():

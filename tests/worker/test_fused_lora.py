@@ -66,14 +66,14 @@ def learned(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(("kind", "fused", "compile"), [
     ("llama", False, False), ("qwen3", True, False), pytest.param("qwen3", True, True, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
-def test_the_last_mlp_computes_only_tokens_that_the_loss_reads(kind, fused, compile):
+def test_the_last_layer_computes_only_tokens_that_the_loss_reads(kind, fused, compile):
     plain, ours = model_of(kind), model_of(kind)
     if fused:
         fused_lora.apply(ours, ON)
     require_few_tokens(plain, ours, IDS, compile)
 
 
-def test_the_last_mlp_computes_all_tokens_if_half_of_them_have_labels():
+def test_the_last_layer_computes_all_tokens_if_half_of_them_have_labels():
     plain, ours, counts = model_of(), model_of(), []
     chunked_loss.apply(ours, spec_of(optimizations={"chunked_loss": True, "fixed_shape": True}))
     decoder_layers(ours)[-1].mlp.register_forward_hook(lambda *given: counts.append(int((given[2] != 0).any(-1).sum())))

@@ -209,6 +209,30 @@ def test_a_fixed_length_is_compiled_alone_but_for_qwen3_vl(cache, monkeypatch, m
     assert [dynamic for layer, dynamic in asked if layer in layers] == [any_length] * len(layers)
 
 
+@pytest.mark.parametrize(("read", "layers"), [(-2, 2), ([1, -2], 2), ([0, -1], 3), (None, 3)])
+def test_clip_runs_only_layers_whose_outputs_the_model_reads(cache, monkeypatch, read, layers):
+    spec = spec_of(model={"id": LLAVA}, dataset=MADE, optimizations={"compile": True})
+    loaded, called = loading.load_model(spec, loading.source_of(spec.model)), []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, dynamic=None: None)
+    if read is None:  # a model that has no such setting can read all outputs
+        del loaded.config.vision_feature_layer
+        monkeypatch.delattr(type(loaded.config), "vision_feature_layer")
+    else:
+        loaded.config.vision_feature_layer = read
+    tower = loaded.base_model.vision_tower
+    pixels = torch.randn(2, 3, *[tower.config.image_size] * 2)
+    plain = tower(pixels, output_hidden_states=True)
+    compile_layers.apply(loaded, spec)
+    for layer in tower.encoder.layers:
+        layer.register_forward_hook(lambda *_: called.append(1))
+    ours = tower(pixels, output_hidden_states=True)
+    assert len(called) == layers
+    assert len(plain.hidden_states) == len(ours.hidden_states) == 4
+    torch.testing.assert_close(ours.hidden_states[: layers + 1], plain.hidden_states[: layers + 1])
+    last = ours.hidden_states[-1], ours.last_hidden_state
+    assert last == (None, None) if layers == 2 else torch.equal(*last)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_layers_that_read_images_are_compiled_too(cache, compiler, model):
     spec = spec_of(model={"id": model}, dataset=MADE, optimizations={"compile": True})

@@ -85,7 +85,7 @@ def test_loss_and_gradients_equal_transformers(kernels, family, fused):
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_the_last_mlp_computes_only_tokens_that_the_loss_reads(kernels, compile):
+def test_the_last_layer_computes_only_tokens_that_the_loss_reads(kernels, compile):
     plain, ours = model_of(), model_of()
     fused_lora.apply(ours, ON)
     kernels.apply(ours, ON)

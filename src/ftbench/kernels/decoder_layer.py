@@ -80,9 +80,7 @@ class _Attention:
         window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
         options = {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
         out, weights = attend(self, query, key, value, attention_mask, sliding_window=window, **options, **kwargs)
-        out, group = out.reshape(*shape, -1), _group(self.o_proj)
-        out = self.o_proj(out) if group is None else _joined(group, out).view(*shape, -1)
-        return out, weights
+        return self.o_proj(out.reshape(*shape, -1)), weights
 
 
 def _heads(attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
@@ -94,6 +92,14 @@ def _heads(attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     parts = [_rows(layer(x)) for layer in layers] if group is None else [_joined(group, x), None, None]
     eps = 0.0 if norms[0] is None else norms[0].variance_epsilon
     return RotaryHeads.apply(*parts, [layer.out_features for layer in layers], *weights, cos, sin, eps)
+
+
+class _Output:
+    """Mixin for `o_proj`. With `fused_lora`, it returns the outputs of `Augmented` with their extra columns."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        group = _group(self)
+        return super().forward(x) if group is None else _joined(group, x).view(*x.shape[:-1], -1)  # type: ignore[misc]
 
 
 class _Mlp:
@@ -122,7 +128,7 @@ def replace_forward(layer: Any) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     _join(attention, attention.q_proj, attention.k_proj, attention.v_proj)
     _join(attention.o_proj, attention.o_proj)
-    pairs = [(layer, _Layer), (attention, _Attention)]
+    pairs = [(layer, _Layer), (attention, _Attention), (attention.o_proj, _Output)]
     if hasattr(mlp, "gate_proj"):  # experts have other kernels
         _join(mlp, mlp.gate_proj, mlp.up_proj)
         _join(mlp.down_proj, mlp.down_proj)

@@ -6,10 +6,10 @@ chunk exist at a time. Their gradient is computed immediately, as in Liger's fus
 products with the head's weight. Recomputing the logits in the backward pass would need a third product. With `compile`,
 the softmax of a chunk is one compiled function. It reads or writes the logits 3 times instead of 11 times.
 
-The loss reads only the outputs of the decoder at label tokens. So with `fixed_shape`, the MLP of the last layer
-computes only these tokens, if they are less than half of all tokens. Prompts, images and padding have no labels. The
-other outputs of this MLP do not affect the loss or any gradient. Without `fixed_shape`, the number of label tokens
-differs between batches, so torch.compile would compile the layer again.
+The loss reads only the outputs of the decoder at label tokens. So with `fixed_shape`, `o_proj` and the MLP of the last
+layer compute only these tokens, if they are less than half of all tokens. Prompts, images and padding have no labels.
+The other outputs do not affect the loss or any gradient. Without `fixed_shape`, the number of label tokens differs
+between batches, so torch.compile would compile the layer again.
 """
 
 import inspect
@@ -43,21 +43,22 @@ def apply(model: Any, spec: Experiment) -> None:
         )
     softmax = torch.compile(probabilities) if spec.optimizations.compile else probabilities
     size = CHUNK if setting is True else setting
-    base.forward = MethodType(_forward(base.forward, softmax, size, _last_mlp(model, spec)), base)
+    base.forward = MethodType(_forward(base.forward, softmax, size, _last_modules(model, spec)), base)
 
 
-def _last_mlp(model: Any, spec: Experiment) -> Any:
-    """Make the MLP of the last layer selective and return it. Return None if it always computes all tokens."""
-    mlp = getattr(decoder_layers(model)[-1], "mlp", None)
+def _last_modules(model: Any, spec: Experiment) -> list[Any]:
+    """Make `o_proj` and the MLP of the last layer selective, and return them. Return [] if they compute all tokens."""
+    layer, usable = decoder_layers(model)[-1], spec.optimizations.fixed_shape and not spec.launch.sharded
     # Experts have no `down_proj` here: the model counts the tokens of each expert.
-    if not spec.optimizations.fixed_shape or spec.launch.sharded or not hasattr(mlp, "down_proj"):
-        return None
-    mlp.__class__ = _selective(type(mlp))  # type: ignore[arg-type]
-    return mlp
+    if not usable or not hasattr(getattr(layer, "mlp", None), "down_proj"):
+        return []
+    for module in (last := [layer.self_attn.o_proj, layer.mlp]):
+        module.__class__ = _selective(type(module))  # type: ignore[arg-type]
+    return last
 
 
 class _Selective:
-    """Mixin for the MLP of the last layer. If `rows` is set, it computes only these tokens of the flattened input."""
+    """Mixin for a module of the last layer. If `rows` is set, it computes only these tokens of the flattened input."""
 
     rows: torch.Tensor | None = None
 
@@ -76,12 +77,12 @@ def _selective(kind: Any) -> Any:
     return type(kind.__name__, (_Selective, kind), {"__module__": kind.__module__})
 
 
-def _forward(original: Any, softmax: Any, size: int, last: Any = None) -> Any:
+def _forward(original: Any, softmax: Any, size: int, last: list[Any]) -> Any:
     def chunked_forward(
         self: Any, input_ids: Any = None, labels: Any = None, label_positions: Any = None, **kwargs: Any
     ) -> Any:
-        if last is not None:
-            last.rows = _read_rows(label_positions, labels)
+        for module in last:
+            module.rows = _read_rows(label_positions, labels)
         if label_positions is None:
             return original(input_ids=input_ids, labels=labels, **kwargs)
         count = kwargs.pop("num_items_in_batch", None)

@@ -1,8 +1,7 @@
 """Compile each layer of the decoder and of the image encoder with torch.compile. Layers of the same class share one
 graph. This compiles faster than one graph of the complete model."""
 
-from functools import lru_cache
-from types import MethodType
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -36,7 +35,10 @@ def apply(model: Any, spec: Experiment) -> None:
         _compile(layer, spec, any_size or None)
     tower: Any = getattr(base_model(model).base_model, "vision_tower", None)
     if hasattr(tower, "pre_layrnorm"):
-        tower.forward = MethodType(_clip, tower)
+        last = len(tower.encoder.layers)
+        used = getattr(base_model(model).config, "vision_feature_layer", last)
+        used = max(index % (last + 1) for index in ([used] if isinstance(used, int) else used))
+        tower.forward = partial(_clip, tower, used)
 
 
 def _compile(layer: Any, spec: Experiment, dynamic: bool | None) -> None:
@@ -54,13 +56,16 @@ def _not_compiled(kind: Any) -> Any:
     return type(f"NotCompiled{kind.__name__}", (kind,), {"forward": torch.compiler.disable(kind.forward)})
 
 
-def _clip(tower: Any, pixel_values: torch.Tensor, **_: Any) -> BaseModelOutputWithPooling:
-    """Run a CLIP encoder and return the outputs of all layers. transformers' version uses hooks, which interrupt the
-    compiled graphs of the layers. This version does not use hooks."""
+def _clip(tower: Any, used: int, pixel_values: torch.Tensor, **_: Any) -> BaseModelOutputWithPooling:
+    """Run the first `used` layers of a CLIP encoder, and return their outputs. The model does not read later outputs:
+    LLaVA reads only the second to last one. transformers' version runs all layers, and its hooks interrupt the compiled
+    graphs of the layers."""
     states = [tower.pre_layrnorm(tower.embeddings(pixel_values))]
-    for layer in tower.encoder.layers:
+    for layer in tower.encoder.layers[:used]:
         states.append(layer(states[-1], None))
-    return BaseModelOutputWithPooling(last_hidden_state=states[-1], hidden_states=tuple(states))
+    skipped = len(tower.encoder.layers) - used
+    last = None if skipped else states[-1]
+    return BaseModelOutputWithPooling(last_hidden_state=last, hidden_states=(*states, *[None] * skipped))
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
