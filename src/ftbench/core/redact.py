@@ -45,13 +45,8 @@ _NAMED = re.compile(
 
 
 def redact(text: str, environment: Mapping[str, str]) -> str:
-    """Return `text` with its secrets replaced.
-
-    Args:
-        text: Any text.
-        environment: Environment variables. The value of a variable with a name like `HF_TOKEN` is replaced, also in
-            quoted or escaped form.
-    """
+    """Return `text` with its secrets replaced. The value of an environment variable with a name like `HF_TOKEN` is also
+    replaced in quoted or escaped form."""
     return _redacted(text, _secrets_of(environment))
 
 

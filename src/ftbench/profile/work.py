@@ -81,14 +81,8 @@ _CALLERS = (ATTENTION, QUANTISE, LOSS, OPTIMIZER)  # operators of these groups i
 
 
 def group_of_kernel(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
-    """Return the group of a GPU kernel.
-
-    Args:
-        name: Name of the kernel.
-        operators: Operators that were running at the launch, innermost first.
-        phase: Phase of the step.
-        in_loss: Whether the kernel computes the loss or its gradient.
-    """
+    """Return the group of a GPU kernel. `operators` were running at its launch, innermost first. `phase` is the phase
+    of the step. `in_loss` means that the kernel computes the loss or its gradient."""
     return _first(_UNAMBIGUOUS, name) or _by_caller(operators, phase, in_loss, _first(((NORM, _PLAIN),), name))
 
 

@@ -41,12 +41,8 @@ _OPTIONAL = ("mfu", "loss.eval", "images_per_s.images", "tokens_per_s.generated"
 def runs_table(records: Sequence[Record], axes: Sequence[str] = ()) -> Table:
     """Return a table with one row per run: number, name, figures, and the settings that vary.
 
-    Columns with the same value in all rows move into the title. Empty columns are omitted.
-
-    Args:
-        records: the runs.
-        axes: record fields of varying spec keys. A field gets a column if no other column shows it.
-    """
+    Columns with the same value in all rows move into the title. Empty columns are omitted. `axes` are record fields of
+    varying spec keys. A field gets a column if no other column shows it."""
     texts = [context_of(record, label) for record, label in zip(records, data_labels(records), strict=True)]
     differing = [name for name in CONTEXT if len({text[name] for text in texts}) > 1]
     context = {CONTEXT[name]: texts[0][name] for name in CONTEXT if texts and name not in differing}

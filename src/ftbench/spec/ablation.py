@@ -21,13 +21,7 @@ Changes = Mapping[str, Any]  # values by dotted key; the keys are `optimizations
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One variant of the plain recipe.
-
-    Args:
-        name: Name in tables.
-        key: The tested optimization, or `optimizer`.
-        changes: Changes to the plain recipe.
-    """
+    """One variant of the plain recipe, with its name in tables. `key` is the tested optimization, or `optimizer`."""
 
     name: str
     key: str
@@ -37,14 +31,8 @@ class Variant:
 def variants(optimizer: str, only: Sequence[str] = (), full: bool = False) -> list[Variant]:
     """Return the variants of a plain recipe: one for each value of each optimization, and one for each optimizer.
 
-    Args:
-        optimizer: The optimizer of the recipe.
-        only: Names of optimizations or variants to return. If empty, return all variants.
-        full: Whether the method trains all weights.
-
-    Raises:
-        SpecError: For an unknown name in `only`.
-    """
+    If `only` is not empty, return the optimizations or variants that it names. `full` means that the method trains all
+    weights. Raise SpecError for an unknown name in `only`."""
     every = [
         Variant(label(changes), key, changes)
         for key, optimization in OPTIMIZATIONS.items()

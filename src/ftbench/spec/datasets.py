@@ -176,14 +176,8 @@ MOST_CHECKED = 1000  # rows of a file that are checked before a run starts
 def row_format(dataset: Dataset, row: Mapping[str, Any], where: str, pairs: bool = False) -> str:
     """Return the format of a dataset's rows. If the spec does not set the format, detect it from the first row.
 
-    Args:
-        row: The first row of the dataset.
-        where: File and line of this row, for error messages.
-        pairs: Whether the objective needs preference pairs.
-
-    Raises:
-        DataError: If no format matches, or if a column in `dataset.columns` is missing.
-    """
+    `where` is the file and the line of this row. `pairs` means that the objective needs preference pairs. Raise
+    DataError if no format matches, or if a column in `dataset.columns` is missing."""
     for role, column in dataset.columns.items():
         if column not in row:
             named = f"{', '.join(map(str, row))}{nearest(column, map(str, row))}"

@@ -81,15 +81,8 @@ class Prices:
 
 
 def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
-    """Return the prices in a YAML file.
-
-    Args:
-        path: The price file.
-        used: Names of the GPUs in the runs. Other names must be in the table of known GPUs.
-
-    Raises:
-        SpecError: With one `file:line: key: problem` for each mistake.
-    """
+    """Return the prices in a YAML file. `used` are the names of the GPUs in the runs. Other names must be in the table
+    of known GPUs. Raise SpecError with one `file:line: key: problem` for each mistake."""
     problems: list[str] = []
     by_gpu: dict[str, Price] = {}
     names: dict[str, str] = {}
@@ -137,14 +130,8 @@ def hourly_costs(
 ) -> list[HourlyCost]:
     """Return the cost of training on rented GPUs, on owned GPUs, or both, depending on the terms in `price`.
 
-    Args:
-        price: The price of one GPU.
-        samples: Samples per second, summed over all GPUs.
-        tokens: Real tokens per second, summed over all GPUs.
-        watts: Power in W, summed over all GPUs.
-        hours: Length of a night in hours.
-        gpus: Number of GPUs.
-    """
+    `samples` and real `tokens` per second and the power in `watts` are sums over all GPUs, and `price` is that of one
+    GPU. A night has `hours`."""
     rented = price.rent.per_hour * gpus if price.rent else None
     owned, why = _owned(price.owned, None if watts is None else watts / gpus) if price.owned else (None, "")
     ways = [("rent", price.rent, rented, ""), ("owned", price.owned, owned if owned is None else owned * gpus, why)]

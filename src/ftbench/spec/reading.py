@@ -64,16 +64,8 @@ def _error(text: str, at: Any) -> yaml.MarkedYAMLError:
 
 
 def read_yaml(path: Path, what: str = "a spec", needs: str = "at least `model:` (see configs/)") -> dict[str, Any]:
-    """Return the mapping in a YAML file.
-
-    Args:
-        path: The file.
-        what: The kind of file, for error messages.
-        needs: The required content of the file, for error messages.
-
-    Raises:
-        SpecError: With file and line, if the file cannot be read or is not a mapping.
-    """
+    """Return the mapping in a YAML file. Raise SpecError with file and line if it cannot be read or is not a mapping.
+    For error messages, `what` is the kind of file, and `needs` is its required content."""
     missing = f"; {what} needs {needs}"
     if what == "a spec" and path.suffix not in (".yaml", ".yml", ".json"):
         models = [model for model in architectures() if model.rpartition("/")[2].casefold() == path.name.casefold()]
@@ -204,11 +196,8 @@ def in_file(error: ValidationError, path: Path, root: type[BaseModel], *above: s
 def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequence[str] = ()) -> str:
     """Return a message for pydantic's errors about one key. The message does not repeat the key.
 
-    Args:
-        problems: Items of `ValidationError.errors()` for this key: one for each type that the key allows.
-        root: The model that was validated.
-        extra_keys: Keys that are allowed at the top level in addition to those of `root`.
-    """
+    `problems` are items of `ValidationError.errors()`: one for each type that the key allows. `root` is the model that
+    was validated. `extra_keys` are allowed at the top level in addition to its keys."""
     problem = problems[0]
     kind, value, where = problem["type"], problem["input"], problem["loc"]
     scalar = kind.startswith(("int_", "float_", "string_", "literal_")) or where in (("method",), ("model",))

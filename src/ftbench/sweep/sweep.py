@@ -67,12 +67,8 @@ class Ready:
 
 
 def prepare(request: SweepRequest, notify: Callable[[str], None] = lambda text: None) -> Ready:
-    """Plan a sweep without starting runs. Raise SpecError or MissingError if the sweep cannot run.
-
-    Args:
-        request: The command line.
-        notify: Function that displays notes, for example about duplicate cells.
-    """
+    """Plan a sweep without starting runs. Raise SpecError or MissingError if the sweep cannot run. `notify` displays
+    notes, for example about duplicate cells."""
     if request.gpus and request.on:
         raise SpecError(f"--gpu-ids selects GPUs of this machine and --on {request.on} a cluster: use one of them")
     grid = cells(request.spec, request.sets, request.axes)

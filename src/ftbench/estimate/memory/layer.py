@@ -22,12 +22,7 @@ def norms(layer: Layer, plan: TrainingPlan, of: Sequence[Norm] | None = None) ->
 
     A trained norm also saves its normalized input. A LayerNorm in Python code saves its centered input twice. The
     kernels of Liger (LigerRMSNormFunction), unsloth and ftbench save the input without a cast to float32. ftbench's
-    kernels recompute the scale (kernels/rms_norm.py).
-
-    Args:
-        layer: The decoder layer.
-        plan: The training plan.
-        of: The norms to count. The default is all norms of the layer."""
+    kernels recompute the scale (kernels/rms_norm.py). `of` are the norms to count (default: all norms of the layer)."""
     total = 0.0
     for norm in layer.norms if of is None else of:
         given = plan.product if norm.position == "head" else plan.stream

@@ -199,12 +199,8 @@ _SHOWN = ("model.id", "model.weights", "dataset.name", "method.name", "train.bat
 def varying_keys(specs: Sequence[Mapping[str, str]], labels: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the spec keys that vary between runs and need a column in the table.
 
-    The model and the data set of a run have labels. A key that the label determines does not need a column.
-
-    Args:
-        specs: the settings of each run.
-        labels: {section of the spec (`model`, `dataset`): label of each run}.
-    """
+    `labels` are {section of the spec (`model`, `dataset`): label of each run}. A key that the label determines does not
+    need a column."""
     seen: dict[str, dict[str, None]] = {}
     for spec in specs:
         for key, text in spec.items():

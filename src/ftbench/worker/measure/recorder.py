@@ -108,12 +108,9 @@ class Recorder:
         self.position = "forward"
 
     def mark_part(self, column: str | None, then: str = "forward") -> None:
-        """Mark the end of a part of the forward pass, or of the generation before the forward pass.
-
-        Args:
-            column: Column of steps.csv for the time since the previous mark. With None, only start a part.
-            then: New value of `position`.
-        """
+        """Mark the end of a part of the forward pass, or of the generation before the forward pass. `column` is the
+        column of steps.csv for the time since the previous mark. With None, only start a part. `then` is the new value
+        of `position`."""
         if self.position in ("forward", *BEFORE_FORWARD):
             self._parts.append((column, self.clock.mark()))
             self.position = then

@@ -35,16 +35,8 @@ def scale_for(std: float) -> int:
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise expert matrices.
-
-    Args:
-        blocks: 4-bit codes, (experts, out, in / 32, 16), uint8.
-        scales: (experts, out, in / 32), uint8.
-        dtype: dtype of the result.
-
-    Returns:
-        Matrices (experts, out, in).
-    """
+    """Return expert matrices (experts, out, in). `blocks` are 4-bit codes, uint8 (experts, out, in / 32, 16), and
+    `scales` are uint8 (experts, out, in / 32)."""
     rows, powers = blocks.view(-1, BLOCK // 2), scales.view(-1)
     decode = fused() if blocks.is_cuda else decoded
     for tensor in (rows, powers):

@@ -6,10 +6,9 @@ chunk exist at a time. Their gradient is computed immediately, as in Liger's fus
 products with the head's weight. Recomputing the logits in the backward pass would need a third product. With `compile`,
 the softmax of a chunk is one compiled function. It reads or writes the logits 3 times instead of 11 times.
 
-The loss reads only the outputs of the decoder at label tokens. So with `fixed_shape`, `o_proj` and the MLP of the last
-layer compute only these tokens, if they are less than half of all tokens. Prompts, images and padding have no labels.
-The other outputs do not affect the loss or any gradient. Without `fixed_shape`, the number of label tokens differs
-between batches, so torch.compile would compile the layer again.
+The loss reads the outputs of the decoder only at label tokens. Prompts, images and padding have no labels. So with
+`fixed_shape`, `o_proj` and the MLP of the last layer compute only label tokens, if they are less than half of all
+tokens. Without `fixed_shape`, the number of label tokens varies, so torch.compile would compile the layer again.
 """
 
 import inspect

@@ -105,15 +105,8 @@ class Stage(pipelining.PipelineStage):
 
 
 class Pipeline:
-    """The stages of this rank.
-
-    Args:
-        model: The model, with the layers of this rank.
-        spec: The spec of the run.
-        split: The number of layers of each stage.
-        mesh: The device mesh of all ranks, with the dimensions dp, pp and tp.
-        dtype: The dtype of the hidden states.
-    """
+    """The stages of this rank. `model` has the layers of this rank, and `split` is the number of layers of each stage.
+    `mesh` is the device mesh of all ranks, with the dimensions dp, pp and tp. `dtype` is that of the hidden states."""
 
     def __init__(self, model: Any, spec: Experiment, split: Sequence[int], mesh: Any, dtype: torch.dtype) -> None:
         self.spec, self.launch, self.mesh, self.dtype, self.split = spec, spec.launch, mesh, dtype, tuple(split)
