@@ -46,11 +46,6 @@ def is_judged(spec: Experiment) -> bool:
     return not is_plain(spec) and not set() < switched_on <= {"attention", "compile"}
 
 
-def plain_runs(runs: list[tuple[Experiment, dict]]) -> list[dict]:
-    """Return the plain runs in 16 bits, also those with eager attention or compiled layers."""
-    return [record for spec, record in runs if spec.train.precision == "bf16" and not is_judged(spec)]
-
-
 def yardsticks(judged: Experiment, runs: list[tuple[Experiment, dict]]) -> list[dict]:
     """Return the plain runs in the precision of a judged run, which set its limits."""
     fp8 = judged.optimizations.fp8 != "off"
@@ -84,6 +79,14 @@ def test_committed_verdicts_follow_from_the_recorded_errors(folder):
 def page() -> str:
     """Return the text of the page on verdicts in one line."""
     return " ".join((ROOT / "docs/evidence/parity.md").read_text("utf-8").split())
+
+
+def test_the_page_on_verdicts_names_the_cards_and_commits():
+    for folder in ROOT.glob("results/h?00/parity/judged/*/"):
+        machines = [json.loads(path.read_text()) for path in folder.glob("*/machine.json")]
+        ((card, commit),) = {(each["gpus"][0]["uuid"][:12], each["ftbench"]["commit"][:8]) for each in machines}
+        assert card in page(), folder
+        assert f"commit {commit}" in page(), folder
 
 
 def failed_checks(record: dict, others: Iterable[dict], recipe: Experiment) -> list:
@@ -122,15 +125,24 @@ def test_the_page_on_verdicts_states_which_plain_runs_the_verdicts_with_experts_
     assert "limits of only the default plain run, and four checks with those of the plain run with compiled" in page()
 
 
-def held_out(name: str) -> dict[str, list[float]]:
-    """Return the held-out losses of a check's trainings."""
+def of_recipe(name: str, fp8: bool) -> tuple[Experiment, dict, list[dict]]:
+    """Return the run of a recipe with or without 8-bit products, and the plain runs that set its limits."""
+    runs = records(JUDGED / name)
+    ((spec, record),) = [(spec, record) for spec, record in runs
+                         if is_judged(spec) and (spec.optimizations.fp8 != "off") == fp8]  # fmt: skip
+    return spec, record, yardsticks(spec, runs)
+
+
+def held_out(name: str, fp8: bool = False) -> dict[str, list[float]]:
+    """Return the held-out losses of a check's trainings, without the recipes that have other products than `fp8`."""
     found: dict[str, list[float]] = {"fp32": [], "bf16": [], "untrained": [], "control": []}
     controls = ("layer_gradient_reversed", "learning_rate_x0.1")
     kinds = {"off": "", "learning_rate_0": "untrained"} | dict.fromkeys(controls, "control")
     for path in sorted((JUDGED / name).glob("*/summary.json"), key=seed_of):
         spec = json.loads(path.with_name("spec.json").read_text())
         loss, control = json.loads(path.read_text())["loss"].get("eval"), spec["measure"]["control"]
-        if loss and control in kinds:
+        other = spec["train"]["precision"] == "bf16" and (spec["optimizations"]["fp8"] != "off") != fp8
+        if loss and control in kinds and not other:
             found[kinds[control] or spec["train"]["precision"]].append(loss)
     assert [*map(len, found.values())] == [3, 3, 1, 3]
     return found
@@ -166,29 +178,31 @@ def test_the_page_on_verdicts_states_the_losses_with_experts():
     assert f"(Qwen3-MoE: {one:.1f} to {two:.1f} nats, gpt-oss: {three:.1f} to {four:.1f} nats)" in page()
 
 
-def test_the_page_on_verdicts_states_the_trainings_of_the_checks_at_commit_924e1bed():
+def test_the_page_on_verdicts_states_the_losses_of_short_trainings():
     worse, sentences = {}, {}
-    for name, steps in (("fastest-experts-moe", 15), ("fastest-vision-fp8", 20)):
-        found = held_out(name)
+    for name, steps in (("fastest-experts-moe", 15), ("fastest-vision", 20), ("fastest-vision-fp8", 20)):
+        found = held_out(name, name.endswith("fp8"))
         level = verdict.training(found["fp32"], found["bf16"], found["untrained"][0], steps)
         (recipe,) = json.loads((JUDGED / name / "parity.json").read_text())["recipes"]
         assert (level.state, level.sentence) == ("pass", recipe["levels"]["training"]["sentence"])
         control = verdict.training(found["fp32"], found["control"], found["untrained"][0], steps)
         assert control.state == "fail"
         worse[name] = [one - two for one, two in zip(found["control"], found["fp32"], strict=True)]
-        sentences[name] = level.sentence
-    low, high = map(float, re.findall(r"\+([\d.]+)", sentences["fastest-vision-fp8"]))
-    assert f"are {low:.2f} to {high:.2f} nats higher than those of the reference. This 90 % interval excludes" in page()
-    found = held_out("fastest-vision-fp8")
+        sentences[name] = " to ".join(re.findall(r"\+([\d.]+)", level.sentence))
+    assert f"{sentences['fastest-vision']} nats higher than those of the reference" in page()
+    assert f"(`fastest-vision-fp8`: {sentences['fastest-vision-fp8']} nats)" in page()
+    found = held_out("fastest-vision")
     fallen = found["untrained"][0] - statistics.mean(found["fp32"])
-    assert f"the image reference by 10 nats (in 20 steps: {fallen:.1f} nats)" in page()
-    least, *_, most = sorted(worse["fastest-vision-fp8"])
-    assert f"loss of this control is {least:.2f} to {most:.2f} nats higher than" in page()
+    assert f"and of the image reference by {fallen:.1f} nats" in page()
+    assert worse["fastest-vision"] == pytest.approx(worse["fastest-vision-fp8"], abs=1e-6)  # the same two runs
+    least, *_, most = sorted(worse["fastest-vision"])
+    assert f"held-out loss of this control is {least:.2f} to {most:.2f} nats higher than" in page()
     assert f"the control is {statistics.mean(worse['fastest-experts-moe']):.2f} nats worse" in page()
 
 
 def test_the_page_on_verdicts_states_how_many_samples_short_trainings_had():
     trained: dict[str, dict[bool, set[float]]] = {}  # folder → is a recipe → numbers
+    steps: set[float] = set()  # samples per step of the recipes for images
     for path in JUDGED.glob("*/*/summary.json"):
         spec = json.loads(path.with_name("spec.json").read_text())
         if spec["train"]["max_steps"] in (15, 20) and not spec["measure"]["gradients"]:
@@ -196,13 +210,17 @@ def test_the_page_on_verdicts_states_how_many_samples_short_trainings_had():
             count = sum(row.samples for row in rows if row.phase == "train")
             numbers = trained.setdefault(path.parts[-3], {True: set(), False: set()})
             numbers[bool(spec["optimizations"]["packing"])].add(count)
+            if spec["dataset"]["name"] == "images" and spec["optimizations"]["packing"]:
+                steps |= {row.samples for row in rows if row.phase == "train"}
     for name, count in (("fastest-moe", 1280), ("fastest-gpt-oss", 1280), ("fastest-experts-gpt-oss", 1280),
-                        ("fastest-experts-moe", 960), ("fastest-vision-fp8", 320)):  # fmt: skip
+                        ("fastest-experts-moe", 960), ("fastest-vision", 320),
+                        ("fastest-vision-fp8", 320)):  # fmt: skip
         assert trained.pop(name) == {True: {count}, False: {count}}
     assert "The numbers of samples are equal (1,280 or 960)" in page()
-    assert "`fastest-vision-fp8` and all references trained 320 samples" in page()
-    assert {*trained} == {"fastest-full", "fastest-full-fp8"}
+    assert "the recipes for images and all references trained 320 samples" in page()
+    assert {*trained} == {"fastest-full"}
     assert trained["fastest-full"][False] == {320}
+    assert f"A step of these recipes has {min(steps):.0f} to {max(steps):.0f} samples in packed rows" in page()
     least, *_, most = sorted(set.union(*(numbers[True] for numbers in trained.values())))
     assert f"`fastest-full` and `fastest-full-fp8` trained {least:.0f} to {most:.0f}" in page()
 
@@ -217,10 +235,9 @@ def test_controls_fail_with_experts(name):
 
 def test_the_page_on_verdicts_states_how_often_plain_runs_fail():
     alone, pairs, worst, most = [], [], {}, 0.0
-    for name in ("fastest-fp8-6f1f69c8", "fastest-full-fp8", "fastest-vision-fp8", "fastest-moe", "fastest-experts-moe",
+    for name in ("fastest", "fastest-full", "fastest-vision-fp8", "fastest-moe", "fastest-experts-moe",
                  "fastest-gpt-oss", "fastest-experts-gpt-oss"):  # fmt: skip
-        runs = records(JUDGED / name)
-        recipe, plain = next(spec for spec, _ in runs if spec.optimizations.packing), plain_runs(runs)
+        recipe, _, plain = of_recipe(name, fp8="-moe" not in name and "gpt-oss" not in name)
         shares: dict[int, list[float]] = {1: [], 2: []}
         for one, count in product(plain, shares):
             for others in combinations([each for each in plain if each is not one], count):
@@ -238,35 +255,31 @@ def test_the_page_on_verdicts_states_how_often_plain_runs_fail():
     assert "(gpt-oss: {} and {} of 2)".format(*counts[5:]) in page()
     assert "it fails in {}, {}, {}, {} and {} of 3 cases".format(*(count for count, _ in pairs)) in page()
     assert f"The largest of these errors is {most:.1f} times its limit (`fastest-experts` with gpt-oss)" in page()
-    assert f"is {worst.pop('fastest-full-fp8'):.1f} times its limit (`fastest-full-fp8`)" in page()
+    assert f"is {worst.pop('fastest-full'):.1f} times its limit (`fastest-full-fp8`)" in page()
     assert f"the largest of the others is {max(worst.values()):.2f} times its limit" in page()
 
 
-def test_the_page_on_verdicts_states_the_verdicts_of_fastest_vision_fp8_with_one_plain_run():
-    runs = records(JUDGED / "fastest-vision-fp8")
-    ((recipe, judged),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
-    plain = {spec.measure.round_scale: record for spec, record in runs if spec.measure.round_products}
-
-    def failed(*scales: float) -> list:
-        others = [plain[scale] for scale in scales]
-        checks = [*verdict.tensor_checks(judged, others, recipe), loss_check(judged, others, recipe)]
-        return [check for check in checks if check.share > 1]
-
-    for scales in ((0.7,), (0.85, 0.7), (0.7, 1.0), (0.85, 0.7, 1.0)):
-        assert failed(*scales) == []
-    assert "The pass of `fastest-vision-fp8` depends on the plain run with scale 0.7. If only" in page()
-    (small,), (large,), (both,) = failed(0.85), failed(1.0), failed(0.85, 1.0)
-    assert "layers.0.self_attn.q_proj.lora_B" in small.what
-    assert small.what == large.what == both.what
-    assert small.what.endswith("weight change norm at initial weights")
-    ((_, sign),) = [row[3:] for row in judged["tensors"] if row[:2] == ["initial", "steps"] and row[2] in small.what]
-    assert sign == small.number
-    limits = f"{100 * small.limit:.1f} %, {100 * large.limit:.1f} % and {100 * both.limit:.1f} %"
-    worse = f"{100 * small.number:.1f} % larger than in the reference (limits {limits})"
-    assert f"After three steps, the weight change of `layers.0.self_attn.q_proj.lora_B` is {worse}" in page()
-    changes = [each for each in verdict.tensor_checks(judged, [*plain.values()], recipe)
-               if "weight change norm" in each.what and "median" not in each.what]  # fmt: skip
-    assert f"limits go up to {100 * max(each.limit for each in changes):.0f} %" in page()
+@pytest.mark.parametrize("name", ["fastest", "fastest-full", "fastest-vision-fp8"])
+def test_the_page_on_verdicts_states_which_plain_runs_the_verdicts_of_fp8_recipes_depend_on(name):
+    recipe, judged, _ = of_recipe(name, fp8=True)
+    plain = {spec.measure.round_scale: record for spec, record in records(JUDGED / name) if spec.measure.round_products}
+    sets = [each for count in (1, 2, 3) for each in combinations(sorted(plain), count)]
+    failed = {each: failed_checks(judged, [plain[scale] for scale in each], recipe) for each in sets}
+    assert all(failed[each] == [] for each in sets if name == "fastest" or 0.7 in each)
+    assert "the passes of `fastest-full-fp8` and `fastest-vision-fp8` depend on the plain run with scale 0.7" in page()
+    counts = tuple(len(failed[each]) for each in ((0.85,), (1.0,), (0.85, 1.0)))
+    assert counts == {"fastest": (0, 0, 0), "fastest-full": (1, 1, 1), "fastest-vision-fp8": (2, 1, 1)}[name]
+    if name == "fastest-vision-fp8":
+        (both,) = failed[0.85, 1.0]
+        assert both.what.endswith("layers.9.mlp.gate_proj.lora_A.default.weight: weight change norm at trained weights")
+        size = f"{100 * both.number:.2f} % smaller than in the reference"
+        limit = f"(limit from the two other runs: {100 * both.limit:.2f} %)"
+        assert f"the weight change of `layers.9.mlp.gate_proj.lora_A` is {size} {limit}" in page()
+        ((_, sign),) = [row[3:] for row in judged["tensors"] if row[:2] == ["trained", "steps"] and row[2] in both.what]
+        assert sign == -both.number
+        changes = [each for each in verdict.tensor_checks(judged, [*plain.values()], recipe)
+                   if "weight change norm" in each.what and "median" not in each.what]  # fmt: skip
+        assert f"limits go up to {100 * max(each.limit for each in changes):.0f} %" in page()
 
 
 def loss_check(record: dict, others: list[dict], recipe: Experiment):
@@ -275,9 +288,7 @@ def loss_check(record: dict, others: list[dict], recipe: Experiment):
 
 
 def test_the_page_on_verdicts_states_the_errors_of_fastest_full_fp8():
-    runs = records(JUDGED / "fastest-full-fp8")
-    ((spec, record),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
-    plain = yardsticks(spec, runs)
+    _, record, plain = of_recipe("fastest-full", fp8=True)
     losses = [math.dist(*each["losses"]["initial after"]) / len(each["losses"]["initial after"][0]) ** 0.5
               for each in (record, *plain)]  # fmt: skip
     assert f"{losses[0]:.3f} nats, and those of the plain runs are " in page()
@@ -286,9 +297,9 @@ def test_the_page_on_verdicts_states_the_errors_of_fastest_full_fp8():
     assert f"initial weights {error:.3f}, plain runs: {min(errors):.3f} to {max(errors):.3f})" in page()
     error, *errors = directions([record, *plain], "trained", "steps")
     assert f"exact ({error:.3f}, plain runs: {min(errors):.3f} to {max(errors):.3f})" in page()
-    runs = records(JUDGED / "fastest-full")
-    (both,) = [(record, *yardsticks(spec, runs)) for spec, record in runs if not is_plain(spec)]
-    assert "without 8-bit products ({:.2f}, plain run: {:.2f})".format(*directions(both, "trained", "steps")) in page()
+    _, record, plain = of_recipe("fastest-full", fp8=False)
+    errors = directions([record, *plain], "trained", "steps")
+    assert "without 8-bit products ({:.2f}, plain run: {:.2f})".format(*errors) in page()
 
 
 def directions(runs, point, change):
@@ -296,19 +307,9 @@ def directions(runs, point, change):
     return [statistics.median(row[3] for row in each["tensors"] if row[:2] == [point, change]) for each in runs]
 
 
-def test_the_page_on_verdicts_states_the_errors_of_the_check_that_did_not_end():
-    (recipe,) = json.loads((JUDGED / "fastest-fp8-6f1f69c8/parity.json").read_text())["recipes"]
-    assert [each["state"] for each in recipe["controls"][:2]] == ["caught"] * 2
-    runs = records(JUDGED / "fastest-fp8-6f1f69c8")
-    ((spec, record),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
-    for found in (level(record, yardsticks(spec, runs), spec) for level in (verdict.forward, verdict.gradient)):
-        assert f"{found.number:.2g} / {found.limit:.2g}" in page()
-
-
-@pytest.mark.parametrize("name", ["fastest-full", "fastest-full-fp8"])
-def test_the_page_on_verdicts_states_the_weight_change_of_the_output_layer(name):
-    runs = records(JUDGED / name)
-    ((spec, record),) = [(spec, record) for spec, record in runs if not is_plain(spec)]
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_page_on_verdicts_states_the_weight_change_of_the_output_layer(fp8):
+    spec, record, plain = of_recipe("fastest-full", fp8)
     (row,) = [row for row in record["tensors"] if row[:3] == ["trained", "step", "lm_head.weight"]]
     assert f"In the runs of the table, it is {100 * math.expm1(row[4]):.0f} % larger, too, for both" in page()
     along = math.exp(row[4]) * (1 - row[3] ** 2 / 2)
@@ -316,36 +317,34 @@ def test_the_page_on_verdicts_states_the_weight_change_of_the_output_layer(name)
     assert f"{100 * (along - 1):.1f}" in (lower, upper)
     assert spec.train.optimizer == "adamw_torchao_bf16"
     nearest = spec.model_copy(update={"train": spec.train.model_copy(update={"optimizer": "adamw_torch"})})
-    failed = [each for each in verdict.tensor_checks(record, yardsticks(spec, runs), nearest) if each.share > 1]
+    failed = [each for each in verdict.tensor_checks(record, plain, nearest) if each.share > 1]
     assert [each.what for each in failed] == ["lm_head.weight: weight change norm at trained weights"]
     assert f"(limit {100 * math.expm1(failed[0].limit):.0f} %)" in page()
 
 
-@pytest.mark.parametrize("name", ["fastest-full", "fastest-full-fp8"])
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("points", "tensor", "passing", "failing"), [
     ("initial trained", "", (1.0,), (0.95, 1.05)),
     ("trained", "", (0.93, 1.07), (0.9, 1.1)),
     ("trained", "lm_head", (0.65, 1.15), (0.6, 1.2)),
 ])  # fmt: skip
-def test_wrong_weight_changes_fail_although_random_rounding_does_not(name, points, tensor, passing, failing):
+def test_wrong_weight_changes_fail_although_random_rounding_does_not(fp8, points, tensor, passing, failing):
     """The sizes of docs/evidence/parity.md."""
-    runs = records(JUDGED / name)
-    spec, record = next((spec, record) for spec, record in runs if not is_plain(spec))
+    spec, record, plain = of_recipe("fastest-full", fp8)
     for factor in (*passing, *failing):
         rows = deepcopy(record["tensors"])
         for row in rows:
             row[4] += math.log(factor) * (row[1] in ("step", "steps") and row[0] in points and tensor in row[2])
-        found = verdict.gradient(record | {"tensors": rows}, yardsticks(spec, runs), spec)
+        found = verdict.gradient(record | {"tensors": rows}, plain, spec)
         assert (factor, found.state) == (factor, "pass" if factor in passing else "fail")
 
 
 def test_unrelated_weight_change_fails_also_in_the_output_layer():
-    runs = records(JUDGED / "fastest-full")
-    spec, record = deepcopy(next((spec, record) for spec, record in runs if not is_plain(spec)))
+    spec, record, plain = deepcopy(of_recipe("fastest-full", fp8=False))
     for row in record["tensors"]:
         if row[:3] == ["trained", "steps", "lm_head.weight"]:
             row[3] = 2**0.5
-    assert verdict.gradient(record, yardsticks(spec, runs), spec).state == "fail"
+    assert verdict.gradient(record, plain, spec).state == "fail"
 
 
 def test_stochastic_rounding_makes_a_weight_change_longer_but_not_its_part_along_the_reference():
@@ -363,11 +362,10 @@ def test_stochastic_rounding_makes_a_weight_change_longer_but_not_its_part_along
 @pytest.mark.parametrize(("factor", "state"), [(0.0, "pass"), (0.02, "fail"), (-0.03, "fail")])
 def test_another_clipping_factor_fails_beyond_its_rounding(factor, state):
     """Clipping multiplies all second moments by one factor. Change it in a run of a recipe with 16-bit gradients."""
-    runs = records(JUDGED / "fastest-full")
-    spec, record = deepcopy(next((spec, record) for spec, record in runs if not is_plain(spec)))
+    spec, record, plain = deepcopy(of_recipe("fastest-full", fp8=False))
     for row in record["tensors"]:
         row[4] += factor * (row[1] == "moment")
-    assert verdict.gradient(record, yardsticks(spec, runs), spec).state == state
+    assert verdict.gradient(record, plain, spec).state == state
 
 
 @pytest.mark.parametrize(
