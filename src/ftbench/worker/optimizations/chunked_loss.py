@@ -48,10 +48,11 @@ def apply(model: Any, spec: Experiment) -> None:
 def _last_modules(model: Any, spec: Experiment) -> list[Any]:
     """Make `o_proj` and the MLP of the last layer selective, and return them. Return [] if they compute all tokens."""
     layer, usable = decoder_layers(model)[-1], spec.optimizations.fixed_shape and not spec.launch.sharded
+    last = [getattr(getattr(layer, "self_attn", None), "o_proj", None), getattr(layer, "mlp", None)]
     # Experts have no `down_proj` here: the model counts the tokens of each expert.
-    if not usable or not hasattr(getattr(layer, "mlp", None), "down_proj"):
+    if not usable or last[0] is None or not hasattr(last[1], "down_proj"):
         return []
-    for module in (last := [layer.self_attn.o_proj, layer.mlp]):
+    for module in last:
         module.__class__ = _selective(type(module))  # type: ignore[arg-type]
     return last
 
