@@ -18,7 +18,9 @@ def require_few_tokens(plain: Any, ours: Any, ids: torch.Tensor, compile: bool) 
     labels = torch.full_like(ids, -100)
     labels[0, 3], labels[1, 1:3] = ids[0, 3], ids[1, 1:3]
     positions = torch.tensor([3, length + 1, length + 2, 0], device=ids.device)  # 0 fills a batch with few labels
-    chunked_loss.apply(ours, spec_of(optimizations={"chunked_loss": True, "fixed_shape": True}))
+    spec = spec_of(optimizations={"chunked_loss": True, "fixed_shape": True})
+    chunked_loss.apply(ours, spec)
+    assert chunked_loss.skip_unread(ours, spec)
     counts: list[int] = []
     for layer in decoder_layers(ours):
         if compile:
@@ -31,6 +33,8 @@ def require_few_tokens(plain: Any, ours: Any, ids: torch.Tensor, compile: bool) 
         for model, more in ((plain, {}), (ours, {"label_positions": positions}))
     )
     assert compile or counts == [*[ids.numel()] * 2 * (len(decoder_layers(ours)) - 1), 4, 4] * 2
+    last = decoder_layers(ours)[-1]
+    assert [len(module.rows) for module in (last.self_attn.o_proj, last.mlp)] == [4, 4]
     torch.testing.assert_close(our_loss, loss)
     torch.testing.assert_close(our_weights, weights, atol=1e-6, rtol=1e-5)
     with torch.no_grad():

@@ -75,7 +75,9 @@ def test_the_last_layer_computes_only_tokens_that_the_loss_reads(kind, fused, co
 
 def test_the_last_layer_computes_all_tokens_if_half_of_them_have_labels():
     plain, ours, counts = model_of(), model_of(), []
-    chunked_loss.apply(ours, spec_of(optimizations={"chunked_loss": True, "fixed_shape": True}))
+    spec = spec_of(optimizations={"chunked_loss": True, "fixed_shape": True})
+    chunked_loss.apply(ours, spec)
+    assert chunked_loss.skip_unread(ours, spec)
     decoder_layers(ours)[-1].mlp.register_forward_hook(lambda *given: counts.append(int((given[2] != 0).any(-1).sum())))
     for positions in (torch.arange(1, 17), torch.tensor([*range(1, 17), 20])):
         labels = torch.full_like(IDS, -100)
@@ -83,6 +85,18 @@ def test_the_last_layer_computes_all_tokens_if_half_of_them_have_labels():
         loss = ours(input_ids=IDS, labels=labels, label_positions=positions).loss
         torch.testing.assert_close(loss, plain(input_ids=IDS, labels=labels).loss)
     assert counts == [16, 34]
+
+
+@pytest.mark.parametrize("lacks", ["self_attn", "mlp"])
+def test_a_last_layer_of_another_kind_computes_all_tokens(lacks):
+    model = model_of()
+    layer = decoder_layers(model)[-1]
+    kinds = [type(module) for module in layer.children()]
+    held = getattr(layer, lacks)
+    delattr(layer, lacks)
+    assert not chunked_loss.skip_unread(model, spec_of())
+    setattr(layer, lacks, held)
+    assert {*kinds} == {type(module) for module in layer.children()}
 
 
 def beside(monkeypatch) -> None:

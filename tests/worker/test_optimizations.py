@@ -124,6 +124,28 @@ def test_no_sample_predicts_the_first_token_of_the_next():
     assert "attention_mask" not in batch
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("few", [False, True])
+def test_chunked_loss_with_a_fixed_shape_learns_the_same(train_here, monkeypatch, few, packed):
+    """With SGD, two passes per step and selective checkpointing, and with a label on few or on all tokens."""
+    skipped, skip = [], chunked_loss.skip_unread
+    monkeypatch.setattr(chunked_loss, "skip_unread", lambda *given: skipped.append(skip(*given)) or skipped[-1])
+    data = {"samples": 24, "eval_samples": 4, "mean_length": 30, "structure": "tasks" if few else "random"}
+    train = {"max_steps": 3, "gradient_accumulation_steps": 2, "optimizer": "sgd", "learning_rate": 0.5,
+             "max_grad_norm": 0}  # fmt: skip
+    on = {"packing": packed, "gradient_checkpointing": "selective"}
+    plain, ours = (
+        train_here(dataset=data, train=train, optimizations=on | more)
+        for more in ({}, {"chunked_loss": True, "fixed_shape": True})
+    )
+    assert skipped == [True] * few
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
+    assert [row.grad_norm for row in steps(ours)] == pytest.approx([row.grad_norm for row in steps(plain)], rel=1e-4)
+    evals = [read_steps(run.steps)[0][-1] for run in (plain, ours)]
+    assert evals[0].phase == "evaluate"
+    assert evals[1].loss == pytest.approx(evals[0].loss, rel=1e-5)
+
+
 def test_varlen_attention_gets_the_sample_boundaries():
     values = spec_of(optimizations={"packing": True}).model_dump()
     values["optimizations"] |= {"attention": "varlen"}

@@ -23,7 +23,7 @@ from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.methods import mismatches, unsloth
 from ftbench.worker.model.vision import reads_images
-from ftbench.worker.optimizations import cuda_graph, gradient_checkpointing, optimizer_in_backward
+from ftbench.worker.optimizations import chunked_loss, cuda_graph, gradient_checkpointing, optimizer_in_backward
 
 DEFAULT_PROCESSES = 4  # data loader processes for `loader_processes: on`
 COPY = "ref"  # trl's name for its copy of the adapters
@@ -104,14 +104,16 @@ class Trainer(TrainerMixin, SFTTrainer):
 
 def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared) -> Trainer:
     """Return the SFT trainer for the spec. The order of the samples is fixed: all methods train on the same tokens."""
-    most = data.most_parts(spec.train.batch_size)
+    most, on = data.most_parts(spec.train.batch_size), spec.optimizations
     pictures: list[Picture] = []
     several = spec.launch.data_parallel_size > 1 or spec.launch.pp
     size = spec.train.batch_size * spec.launch.data_parallel_size if several else 1
     if spec.launch.sharded and data.pixels:
         _check_pictures(spec, data, size)
     train, evaluation = (dataset(filled(rows, size), pictures) for rows in (data.train, data.evaluation))
-    labels = data.most_labels(spec.train.batch_size) if spec.optimizations.fixed_shape else 0
+    labels = data.most_labels(spec.train.batch_size) if on.chunked_loss and on.fixed_shape else 0
+    few = 0 < 2 * labels < spec.train.batch_size * data.longest and chunked_loss.skip_unread(model, spec)
+    labels *= few or on.cuda_graph  # otherwise, the number of labels may vary
     collator = None
     if own_batches := unsloth.batches_itself(spec, data.pixels):
         for each in (train, evaluation):

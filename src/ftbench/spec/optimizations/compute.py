@@ -185,13 +185,13 @@ OPTIMIZATIONS = {
         "synchronizations; a number sets the tokens per chunk (on: 2048), and smaller chunks need less memory",
         not_with_dpo="it computes only the sft loss: set it to off",
         not_with_unsloth=OWN_LOSS,
-        after=("triton_kernels",),  # it wraps the MLP of the last layer
     ),
     "liger": Optimization(
         description="Liger's Triton kernels: norms, rotary embedding, SwiGLU, fused loss",
         not_with_dpo="it computes only the sft loss: set it to off",
         not_with_unsloth=OWN_KERNELS,
         needs_gpu=True,
+        after=("chunked_loss",),  # if chunked_loss is on, Liger does not replace the loss
     ),
     "compile": Optimization(
         type=Switch | Literal["dynamic", "lean"],

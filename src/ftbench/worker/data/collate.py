@@ -73,9 +73,8 @@ class Collator:
         count.of_images = sum(map(self._pixels.size, pictures), NOTHING) if self._pixels else None
         count.tokens += [picture.key.encode() for picture in pictures]
         if self._positions:
-            labels = batch["labels"].copy()
-            labels[:, 0] = IGNORE  # the model does not predict the first token
-            labeled = labels.reshape(-1) != IGNORE
+            batch["labels"][:, 0] = IGNORE  # the model does not predict the first token
+            labeled = batch["labels"].reshape(-1) != IGNORE
             missing = max(0, self._labels - int(labeled.sum()))
             others = np.flatnonzero(~labeled)[:missing]
             batch["label_positions"] = np.concatenate([np.flatnonzero(labeled), others])

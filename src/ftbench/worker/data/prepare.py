@@ -52,9 +52,9 @@ class Prepared:
         )
 
     def most_labels(self, batch_size: int) -> int:
-        """Return an upper limit for the number of labels in a batch of `batch_size` rows."""
+        """Return the largest number of predicted labels in a batch of `batch_size` rows."""
         return max(
-            sum(label != IGNORE for row in batch for sample in row for label in sample.labels)
+            sum(label != IGNORE for row in batch for sample in row for label in sample.labels[1:])
             for batch in self._batches(batch_size)
         )
 

@@ -109,8 +109,8 @@ class Recorder:
 
     def mark_part(self, column: str | None, then: str = "forward") -> None:
         """Mark the end of a part of the forward pass, or of the generation before the forward pass. `column` is the
-        column of steps.csv for the time since the previous mark. With None, only start a part. `then` is the new value
-        of `position`."""
+        column of steps.csv for the time since the previous mark. If it is None, the call only starts a part. `then` is
+        the new value of `position`."""
         if self.position in ("forward", *BEFORE_FORWARD):
             self._parts.append((column, self.clock.mark()))
             self.position = then

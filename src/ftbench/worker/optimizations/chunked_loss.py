@@ -9,6 +9,7 @@ the softmax of a chunk is one compiled function. It reads or writes the logits 3
 The loss reads the outputs of the decoder only at label tokens. Prompts, images and padding have no labels. So with
 `fixed_shape`, `o_proj` and the MLP of the last layer compute only label tokens, if they are less than half of all
 tokens. Without `fixed_shape`, the number of label tokens varies, so torch.compile would compile the layer again.
+The last layer is then compiled separately.
 """
 
 import inspect
@@ -41,20 +42,21 @@ def apply(model: Any, spec: Experiment) -> None:
             f"optimizations.chunked_loss does not support how {type(base).__name__} scales its logits: set it to off"
         )
     softmax = torch.compile(probabilities) if spec.optimizations.compile else probabilities
-    size = CHUNK if setting is True else setting
-    base.forward = MethodType(_forward(base.forward, softmax, size, _last_modules(model, spec)), base)
+    base.forward = MethodType(_forward(base.forward, softmax, CHUNK if setting is True else setting), base)
 
 
-def _last_modules(model: Any, spec: Experiment) -> list[Any]:
-    """Make `o_proj` and the MLP of the last layer selective, and return them. Return [] if they compute all tokens."""
-    layer, usable = decoder_layers(model)[-1], spec.optimizations.fixed_shape and not spec.launch.sharded
+def skip_unread(model: Any, spec: Experiment) -> bool:
+    """Make `o_proj` and the MLP of the last layer compute only label tokens. Call this before the first step. Return
+    False without a change if this is not supported: for sharded models, experts and other layers."""
+    layer = decoder_layers(model)[-1]
     last = [getattr(getattr(layer, "self_attn", None), "o_proj", None), getattr(layer, "mlp", None)]
     # Experts have no `down_proj` here: the model counts the tokens of each expert.
-    if not usable or last[0] is None or not hasattr(last[1], "down_proj"):
-        return []
+    if spec.launch.sharded or last[0] is None or not hasattr(last[1], "down_proj"):
+        return False
     for module in last:
         module.__class__ = _selective(type(module))  # type: ignore[arg-type]
-    return last
+    base_model(model).selective = last
+    return True
 
 
 class _Selective:
@@ -77,11 +79,11 @@ def _selective(kind: Any) -> Any:
     return type(kind.__name__, (_Selective, kind), {"__module__": kind.__module__})
 
 
-def _forward(original: Any, softmax: Any, size: int, last: list[Any]) -> Any:
+def _forward(original: Any, softmax: Any, size: int) -> Any:
     def chunked_forward(
         self: Any, input_ids: Any = None, labels: Any = None, label_positions: Any = None, **kwargs: Any
     ) -> Any:
-        for module in last:
+        for module in getattr(self, "selective", ()):
             module.rows = _read_rows(label_positions, labels)
         if label_positions is None:
             return original(input_ids=input_ids, labels=labels, **kwargs)
