@@ -153,14 +153,16 @@ def test_families_with_a_narrow_range_were_measured(runs: list[study.Measured]) 
     assert {(shape.vision or shape).family for shape in shapes} == MEASURED
 
 
-def test_runs_with_images_are_within_one_percent(runs: list[study.Measured]) -> None:
+def test_runs_with_images_are_within_two_percent(runs: list[study.Measured]) -> None:
     """Packed rows with one or several images in 16 and 8 bits, and plain batches; all are held out of the fit. The
-    estimate does not know that the last layer now computes only label tokens (docs/explanation/estimates.md)."""
+    estimate does not know that the last layer now computes only label tokens, so it is too high for the newest runs."""
     rows = study.rows([run for run in runs if run.spec.dataset.has_images], constants())
     assert len(rows) >= 5
     assert all(study.held_out(row.run) for row in rows)
     errors = {row.run.name: row.errors["allocated"] for row in rows}
     newest = [errors.pop(name) for name in [*errors] if any(hash in name for hash in ("21a80d64027e", "848d7f9b3b7f"))]
     assert len(newest) == 2
-    assert all(0.015 < error < 0.02 for error in newest), "the bar is 3 %"
+    assert max(map(abs, newest)) < 0.02
     assert max(map(abs, errors.values())) < 0.01
+    text = " ".join(Path("docs/explanation/estimates.md").read_text("utf-8").split())
+    assert {f"{100 * error:.1f} % too high" in text for error in newest} == {True}

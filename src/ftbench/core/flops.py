@@ -124,8 +124,9 @@ def forward_flops(shape: MatmulShape, tokens: float, heads: float, length: float
 
 
 def model_flops(shape: MatmulShape, tokens: float, labels: float, length: float) -> float:
-    """Return the FLOPs for MFU: the work that the model requires, without padding and recomputation. Real `tokens` and
-    `labels` are numbers of tokens. `length` is the mean sequence length in tokens, weighted by tokens."""
+    """Return the FLOPs for MFU: the work that the model requires, without padding and recomputation. `tokens` is
+    the number of real tokens, and `labels` that of label tokens. `length` is the mean sequence length in tokens,
+    weighted by tokens."""
     return tokens * (linear_per_token(shape) + attention_per_token(shape, length)) + labels * head_per_token(shape)
 
 

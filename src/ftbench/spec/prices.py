@@ -130,8 +130,8 @@ def hourly_costs(
 ) -> list[HourlyCost]:
     """Return the cost of training on rented GPUs, on owned GPUs, or both, depending on the terms in `price`.
 
-    `samples` and real `tokens` per second and the power in `watts` are sums over all GPUs, and `price` is that of one
-    GPU. A night has `hours`."""
+    `price` is the price of one GPU. `samples` and `tokens` (real tokens) are per second. These rates and the power in
+    `watts` are sums over all GPUs. `hours` is the length of a night."""
     rented = price.rent.per_hour * gpus if price.rent else None
     owned, why = _owned(price.owned, None if watts is None else watts / gpus) if price.owned else (None, "")
     ways = [("rent", price.rent, rented, ""), ("owned", price.owned, owned if owned is None else owned * gpus, why)]

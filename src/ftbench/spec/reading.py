@@ -197,7 +197,7 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
     """Return a message for pydantic's errors about one key. The message does not repeat the key.
 
     `problems` are items of `ValidationError.errors()`: one for each type that the key allows. `root` is the model that
-    was validated. `extra_keys` are allowed at the top level in addition to its keys."""
+    was validated. `extra_keys` are allowed at the top level in addition to the keys of `root`."""
     problem = problems[0]
     kind, value, where = problem["type"], problem["input"], problem["loc"]
     scalar = kind.startswith(("int_", "float_", "string_", "literal_")) or where in (("method",), ("model",))
