@@ -307,6 +307,12 @@ def test_a_single_nan_is_a_failure(run, column, value):
     assert f"{word} is not a number in 1 step, first in step 7" in found.warnings
 
 
+@pytest.mark.parametrize(("last", "warned"), [(0.0, True), (1e-9, False), (None, False)])
+def test_gradient_norms_of_zero_are_a_warning(run, last, warned):
+    found = summarise(run(training(grad_norm=[0.0] * 19 + [last])))
+    assert ("the gradient norm is 0 in all steps: the training changes nothing" in found.warnings) == warned
+
+
 def test_fp16_gradient_norms_may_overflow(run):
     rows = training(grad_norm=[math.inf] * 2 + [1.0] * 18)
     fp16 = run(rows, spec_json=SPEC | {"train": SPEC["train"] | {"precision": "fp16"}})

@@ -165,7 +165,7 @@ GPU_SHARE = 0.05
 
 
 def learning(rows: Sequence[StepRow], loss_scaled: bool) -> tuple[dict[str, Any], list[str]]:
-    """Check that losses and gradient norms are finite.
+    """Check that losses and gradient norms are finite, and that not all gradient norms are 0.
 
     Args:
         rows: Rows of steps.csv.
@@ -182,6 +182,9 @@ def learning(rows: Sequence[StepRow], loss_scaled: bool) -> tuple[dict[str, Any]
     for name, text in columns.items():
         if steps := [row.step for row in broken if row.phase == "train" and not finite(getattr(row, name))]:
             sentences.append(tidy(f"{text} is not a number in {len(steps)} steps, first in step {steps[0]}"))
+    norms = [row.grad_norm for row in rows if row.phase == "train"]
+    if norms and all(norm == 0 for norm in norms):
+        sentences.append("the gradient norm is 0 in all steps: the training changes nothing")
     if not any(row.loss is not None for row in rows):
         return {}, sentences
     state = NOT_FINITE if broken else "ok"

@@ -89,22 +89,27 @@ class AugmentedGroup(AdapterGroup):
         self.join([layer.get_base_layer() for layer in layers])
 
     def join(self, bases: list[Any]) -> None:
-        """Create the matrix. The weights of the base layers, `a` and `b` become views of it."""
+        """Create the matrix. The weights of the base layers become views of it."""
         out, columns = sum(self.sizes), self.columns
         self.register_buffer("weight", bases[0].weight.new_zeros(out + columns, self.width + columns), persistent=False)
         for base, rows in zip(bases, self.weight[:out].split(self.sizes), strict=True):
             rows[:, : self.width].copy_(base.weight.data)
             base.weight.data = rows[:, : self.width]
-        self.a, self.b = self.weight[out:, : self.width], self.weight[:out, self.width :]
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `a` and `b`, which are views of the matrix. Do not store them: `model.to` can replace the matrix."""
+        out = sum(self.sizes)
+        return self.weight[out:, : self.width], self.weight[:out, self.width :]
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors from which `adapter_products.weight_of` makes the matrix."""
         return (self.weight,)
 
     def copies(self) -> Iterator[Copy]:
-        for index, (layer, rows) in enumerate(zip(self.layers, self.b.split(self.sizes), strict=True)):
+        a, b = self.factors()
+        for index, (layer, rows) in enumerate(zip(self.layers, b.split(self.sizes), strict=True)):
             rank = slice(index * self.rank, (index + 1) * self.rank)
-            yield self.a[rank], layer.lora_A[ADAPTER].weight, 1.0
+            yield a[rank], layer.lora_A[ADAPTER].weight, 1.0
             yield rows[:, rank], layer.lora_B[ADAPTER].weight, self.scales[index]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,8 +134,11 @@ class FourBitGroup(AugmentedGroup):
         self.register_buffer("b", torch.zeros(sum(self.sizes), self.columns, **options), persistent=False)
         self.quantized = tuple(each for base in bases for each in tensors_of(base.weight) or ())
 
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.a, self.b
+
     def parts(self) -> tuple[torch.Tensor, ...]:
-        return self.a, self.b, *self.quantized
+        return *self.factors(), *self.quantized
 
 
 class AdaptersOnlyGroup(AdapterGroup):
