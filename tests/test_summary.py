@@ -309,8 +309,9 @@ def test_a_single_nan_is_a_failure(run, column, value):
 
 @pytest.mark.parametrize(("last", "warned"), [(0.0, True), (1e-9, False), (None, False)])
 def test_gradient_norms_of_zero_are_a_warning(run, last, warned):
-    found = summarise(run(training(grad_norm=[0.0] * 19 + [last])))
-    assert ("the gradient norm is 0 in all steps: the training changes nothing" in found.warnings) == warned
+    rows, text = training(grad_norm=[0.0] * 19 + [last]), "the gradient norm is 0 in all steps"
+    assert any(text in each for each in summarise(run(rows)).warnings) == warned
+    assert not any(text in each for each in summarise(run(rows, machine={"imported": True})).warnings)
 
 
 def test_fp16_gradient_norms_may_overflow(run):

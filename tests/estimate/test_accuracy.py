@@ -165,4 +165,4 @@ def test_runs_with_images_are_within_two_percent(runs: list[study.Measured]) -> 
     assert max(map(abs, newest)) < 0.02
     assert max(map(abs, errors.values())) < 0.01
     text = " ".join(Path("docs/explanation/estimates.md").read_text("utf-8").split())
-    assert {f"{100 * error:.1f} % too high" in text for error in newest} == {True}
+    assert all(f"{100 * error:.1f} % too high" in text for error in newest)

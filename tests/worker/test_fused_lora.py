@@ -91,12 +91,12 @@ def test_the_last_layer_computes_all_tokens_if_half_of_them_have_labels():
 def test_a_last_layer_of_another_kind_computes_all_tokens(lacks):
     model = model_of()
     layer = decoder_layers(model)[-1]
-    kinds = [type(module) for module in layer.children()]
+    kinds = [type(module) for module in layer.modules()]
     held = getattr(layer, lacks)
     delattr(layer, lacks)
     assert not chunked_loss.skip_unread(model, spec_of())
     setattr(layer, lacks, held)
-    assert {*kinds} == {type(module) for module in layer.children()}
+    assert {*kinds} == {type(module) for module in layer.modules()}
 
 
 def beside(monkeypatch) -> None:

@@ -1,4 +1,5 @@
-"""Check whether the figures of a run are valid. Warn of slow steps, throttling, NaN losses and other processes.
+"""Check whether the figures of a run are valid. Warn of slow steps, throttling, NaN losses, zero gradients and
+other processes.
 
 Summaries store the warnings, and `ftbench verify` compares them. If you change a sentence, run
 `scripts/same-figures --write`.
@@ -164,17 +165,18 @@ HOST_SHARE, HOST_SHARE_BESIDE_GPU = 0.25, 0.5
 GPU_SHARE = 0.05
 
 
-def learning(rows: Sequence[StepRow], loss_scaled: bool) -> tuple[dict[str, Any], list[str]]:
+def learning(rows: Sequence[StepRow], loss_scaled: bool, imported: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Check that losses and gradient norms are finite, and that not all gradient norms are 0.
 
     Args:
         rows: Rows of steps.csv.
         loss_scaled: Whether the loss is scaled (fp16). A trainer with loss scaling skips steps with infinite gradients.
+        imported: Whether the rows are from another tool's log, which can have 0 for an unknown gradient norm.
 
     Returns:
         A dict, which is empty without a loss, and a list of warnings. The dict has the `state` (`ok` or `not finite`),
         and `first_step` and `count` of the steps with NaN or infinity. The warnings name the quantities that are NaN or
-        infinite in training steps.
+        infinite in training steps, and gradient norms that are all 0.
     """
     columns = {"loss": "the loss"} | ({} if loss_scaled else {"grad_norm": "the gradient norm"})
     broken = [row for row in rows if not all(finite(getattr(row, name)) for name in columns)]
@@ -183,8 +185,8 @@ def learning(rows: Sequence[StepRow], loss_scaled: bool) -> tuple[dict[str, Any]
         if steps := [row.step for row in broken if row.phase == "train" and not finite(getattr(row, name))]:
             sentences.append(tidy(f"{text} is not a number in {len(steps)} steps, first in step {steps[0]}"))
     norms = [row.grad_norm for row in rows if row.phase == "train"]
-    if norms and all(norm == 0 for norm in norms):
-        sentences.append("the gradient norm is 0 in all steps: the training changes nothing")
+    if norms and all(norm == 0 for norm in norms) and not imported:
+        sentences.append("the gradient norm is 0 in all steps: the model learns nothing from the data")
     if not any(row.loss is not None for row in rows):
         return {}, sentences
     state = NOT_FINITE if broken else "ok"

@@ -80,7 +80,7 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
     summary.ranks = spread(ranks, warm) | stages(run, len(ranks))
     summary.warnings += [*warnings, *rank_warnings]
     loss_scaled = spec.get("train", {}).get("precision") == "fp16"
-    summary.learning, sentences = run_warnings.learning(everything, loss_scaled)
+    summary.learning, sentences = run_warnings.learning(everything, loss_scaled, bool(machine.get("imported")))
     summary.warnings += sentences
     if spec.get("measure", {}).get("profile", "off") != "off":  # the profiler slows steps and launches
         summary.warnings += [PROFILED, *run_warnings.warnings(everything, [], 0, machine, {}, ended_well=False)]

@@ -112,8 +112,9 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         _check_pictures(spec, data, size)
     train, evaluation = (dataset(filled(rows, size), pictures) for rows in (data.train, data.evaluation))
     labels = data.most_labels(spec.train.batch_size) if on.chunked_loss and on.fixed_shape else 0
-    few = 0 < 2 * labels < spec.train.batch_size * data.longest and chunked_loss.skip_unread(model, spec)
-    labels *= few or on.cuda_graph  # otherwise, the number of labels may vary
+    few = 0 < 2 * labels < spec.train.batch_size * data.longest
+    if not (few and chunked_loss.skip_unread(model, spec)) and on.cuda_graph is not True:
+        labels = 0  # the number of labels may vary
     collator = None
     if own_batches := unsloth.batches_itself(spec, data.pixels):
         for each in (train, evaluation):

@@ -191,7 +191,7 @@ OPTIMIZATIONS = {
         not_with_dpo="it computes only the sft loss: set it to off",
         not_with_unsloth=OWN_KERNELS,
         needs_gpu=True,
-        after=("chunked_loss",),  # if chunked_loss is on, Liger does not replace the loss
+        after=("chunked_loss",),
     ),
     "compile": Optimization(
         type=Switch | Literal["dynamic", "lean"],

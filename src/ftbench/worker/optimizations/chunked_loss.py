@@ -8,8 +8,8 @@ the softmax of a chunk is one compiled function. It reads or writes the logits 3
 
 The loss reads the outputs of the decoder only at label tokens. Prompts, images and padding have no labels. So with
 `fixed_shape`, `o_proj` and the MLP of the last layer compute only label tokens, if they are less than half of all
-tokens. Without `fixed_shape`, the number of label tokens varies, so torch.compile would compile the layer again.
-The last layer is then compiled separately.
+tokens. torch.compile then compiles the last layer separately. The collator gives all batches the same number of
+positions. Without `fixed_shape`, this number varies, so torch.compile would compile the layer again and again.
 """
 
 import inspect

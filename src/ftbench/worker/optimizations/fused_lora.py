@@ -97,7 +97,8 @@ class AugmentedGroup(AdapterGroup):
             base.weight.data = rows[:, : self.width]
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `a` and `b`, which are views of the matrix. Do not store them: `model.to` can replace the matrix."""
+        """Return `a` and `b`, which are views of the matrix. `model.to` can replace the matrix and the adapters, and
+        then `AdapterCopies` calls `copies` again."""
         out = sum(self.sizes)
         return self.weight[out:, : self.width], self.weight[:out, self.width :]
 
