@@ -196,7 +196,7 @@ def test_the_page_on_verdicts_states_the_losses_of_short_trainings():
     assert f"and of the image reference by {fallen:.1f} nats" in page()
     assert worse["fastest-vision"] == pytest.approx(worse["fastest-vision-fp8"], abs=1e-6)  # the same two runs
     least, *_, most = sorted(worse["fastest-vision"])
-    assert f"held-out loss of this control is {least:.2f} to {most:.2f} nats higher than" in page()
+    assert f"loss of the control with a reversed gradient is {least:.2f} to {most:.2f} nats higher than" in page()
     assert f"the control is {statistics.mean(worse['fastest-experts-moe']):.2f} nats worse" in page()
 
 
