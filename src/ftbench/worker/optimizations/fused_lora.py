@@ -68,6 +68,10 @@ class AdapterGroup(torch.nn.Module):
         """Return whether all adapters are active and not merged."""
         return not any(layer.disable_adapters or layer.merged for layer in self.layers)
 
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `a` and `b`."""
+        return self.a, self.b
+
     def copies(self) -> Iterator[Copy]:
         """Return the copies from peft's modules to `a` and `b`."""
         return iter(())
@@ -135,8 +139,7 @@ class FourBitGroup(AugmentedGroup):
         self.register_buffer("b", torch.zeros(sum(self.sizes), self.columns, **options), persistent=False)
         self.quantized = tuple(each for base in bases for each in tensors_of(base.weight) or ())
 
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.a, self.b
+    factors = AdapterGroup.factors
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         return *self.factors(), *self.quantized
@@ -195,10 +198,6 @@ class AdaptersOnlyGroup(AdapterGroup):
         outputs = joined(x).split(self.sizes, -1) if joined else [layer.get_base_layer()(x) for layer in self.layers]
         pairs = zip(outputs, added, strict=True)  # the sum has the dtype of the base layer, as in peft
         return [(base + part.view(*x.shape[:-1], -1)).to(base.dtype) for base, part in pairs]
-
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `a` (layers * rank, in) and `b` (out, rank)."""
-        return self.a, self.b
 
 
 class ShardedGroup(AdaptersOnlyGroup):
