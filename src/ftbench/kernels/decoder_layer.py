@@ -8,12 +8,12 @@ their output with these extra columns, so no copy is needed.
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
 from typing import Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ftbench.kernels import mixins
 from ftbench.kernels.rms_norm import RmsNorm, SumRmsNorm
 from ftbench.kernels.rotary import RotaryHeads
 from ftbench.kernels.swiglu import SwiGlu
@@ -117,12 +117,6 @@ class _Mlp:
         return _joined(down, gated).view(shape)
 
 
-@lru_cache
-def _with_kernels(kind: Any, mixin: Any) -> Any:
-    """Return a subclass of `kind` with the methods of `mixin`. It is cached: torch.compile compiles once per class."""
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
-
-
 def replace_forward(layer: Any) -> None:
     """Make a decoder layer use the kernels: replace the classes of the layer, its attention and its MLP."""
     attention, mlp = layer.self_attn, layer.mlp
@@ -134,12 +128,12 @@ def replace_forward(layer: Any) -> None:
         _join(mlp.down_proj, mlp.down_proj)
         pairs.append((mlp, _Mlp))
     for module, mixin in pairs:
-        module.__class__ = _with_kernels(type(module), mixin)  # type: ignore[arg-type]
+        mixins.add(mixin, module)
 
 
 def replace_norm(norm: Any) -> None:
     """Make a norm outside the decoder layers use the kernel: replace its class."""
-    norm.__class__ = _with_kernels(type(norm), _Norm)  # type: ignore[arg-type]
+    mixins.add(_Norm, norm)
 
 
 def _join(module: Any, *layers: Any) -> None:

@@ -5,7 +5,7 @@ peft instead adds B A to a copy of each expert's matrix W. The gradients of thes
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from ftbench.kernels import expert_rows
+from ftbench.kernels import expert_rows, mixins
 from ftbench.kernels.clamped_gate import clamped_gate
 from ftbench.kernels.expert_adapters import add_adapter, grouped, in_rows
 
@@ -95,12 +95,6 @@ class ExpertAdapter(ParamWrapper):
             held.pop(self.parameter_name, None)
 
 
-@lru_cache
-def _grouped_class(kind: Any) -> Any:
-    facts = {"is_clamped": kind._apply_gate is GptOssExperts._apply_gate}
-    return type(f"Grouped{kind.__name__}", (GroupedExperts, kind), facts)
-
-
 def _is_fused(module: Any) -> bool:
     """Return whether `GroupedExperts` computes the same as this module: transformers' fused experts with a gate, in 16
     or 32 bits."""
@@ -113,7 +107,8 @@ def group_experts(model: Any) -> None:
     """Make fused experts, and peft's adapters of fused experts, use grouped products."""
     for experts in filter(_is_fused, model.modules()):
         if not isinstance(experts, GroupedExperts):
-            experts.__class__, experts.adapters = _grouped_class(type(experts)), {}  # type: ignore[arg-type]
+            experts.adapters, experts.is_clamped = {}, type(experts)._apply_gate is GptOssExperts._apply_gate
+            mixins.add(GroupedExperts, experts)
     for module in model.modules():
         if isinstance(module, ParamWrapper) and isinstance(module.get_base_layer(), GroupedExperts):
             module.__class__ = ExpertAdapter

@@ -13,7 +13,6 @@ positions. Without `fixed_shape`, this number varies, so torch.compile would com
 """
 
 import inspect
-from functools import lru_cache
 from types import MethodType
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ftbench.errors import SpecError
+from ftbench.kernels import mixins
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model, decoder_layers
 
@@ -54,7 +54,7 @@ def skip_unread(model: Any, spec: Experiment) -> bool:
     if spec.launch.sharded or last[0] is None or not hasattr(last[1], "down_proj"):
         return False
     for module in last:
-        module.__class__ = _selective(type(module))  # type: ignore[arg-type]
+        mixins.add(_Selective, module)
     base_model(model).selective = last
     return True
 
@@ -71,12 +71,6 @@ class _Selective:
         made = super().forward(flat.index_select(0, self.rows)[None])[0]  # type: ignore[misc]
         outputs: torch.Tensor = made.new_zeros(len(flat), made.shape[-1]).index_copy(0, self.rows, made)
         return outputs.view(*x.shape[:-1], -1)
-
-
-@lru_cache
-def _selective(kind: Any) -> Any:
-    """Return a subclass of `kind` that uses `_Selective`."""
-    return type(kind.__name__, (_Selective, kind), {"__module__": kind.__module__})
 
 
 def _forward(original: Any, softmax: Any, size: int) -> Any:

@@ -2,7 +2,6 @@
 activations than peft (`kernels/adapter_products.py` has a table). The parameters stay in peft's modules."""
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
+from ftbench.kernels import mixins
 from ftbench.kernels.adapter_copies import AdapterCopies, Copy
 from ftbench.kernels.adapter_products import ALIGNED, AdaptersOnly, Augmented, siblings
 from ftbench.kernels.expert_products import group_experts
@@ -228,12 +228,6 @@ class _Fused:
         return self.group.output(self.place_in_group, x)
 
 
-@lru_cache
-def _fused(kind: Any) -> Any:
-    """Return a subclass of `kind` that uses `_Fused`. Cache it, because torch.compile compiles once per class."""
-    return type(f"Fused{kind.__name__}", (_Fused, kind), {})
-
-
 def apply(model: Any, spec: Experiment) -> None:
     """Replace the forward passes of adapted layers and fused experts. Raise SpecError for DoRA and similar variants."""
     group_experts(model)
@@ -241,7 +235,7 @@ def apply(model: Any, spec: Experiment) -> None:
     for layers in grouped(adapted(model)):
         groups.append(_group(layers, spec))
         for index, layer in enumerate(layers):
-            layer.__class__ = _fused(type(layer))  # type: ignore[arg-type]
+            mixins.add(_Fused, layer)
             layer.group, layer.place_in_group = groups[-1], index
 
     copies = AdapterCopies(lambda: [each for group in groups for each in group.copies()])
