@@ -41,7 +41,7 @@ def ftbench(command: str, folder: Path, *sets: str) -> tuple[int, dict]:
     return ended.returncode, json.loads(ended.stdout)
 
 
-FIRST = ("lora", "fp8")  # of the ordinary call
+FIRST = ("lora",)  # of the ordinary call
 CASES = [pytest.param(kind, marks=[pytest.mark.exhaustive] * (kind not in FIRST)) for kind in KINDS]
 
 
