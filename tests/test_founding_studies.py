@@ -196,7 +196,7 @@ def test_each_group_of_recipes_has_a_model_and_valid_files():
         assert learned.model.id == judged.model.id
         assert judged.model.path == str(configs / f"learned{suffix}")
         assert (configs / learned.model.path).is_file()
-        images = ["model.id=tiny/llava-next", "dataset={name: images}"]
+        images = ["model.id=tiny/llava-next", "dataset={name: images, image_size: [64, 64], samples: 8, length: 8}"]
         tiny = images if suffix == "-vision" else ["model.id=tiny/qwen3"]
         for name in group.partition("@")[0].split(","):
             assert not name.endswith(".yaml") or load(configs / name, [*tiny, "name=x"])

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -107,15 +107,11 @@ def run(request, train):
     asked = dict.fromkeys(sets for item in request.session.items for sets in needed(item))
     begun = {sets: pool.submit(train, SHARED, *sets) for sets in asked}
 
-    def begin(*sets: str) -> Future:
+    def once(*sets: str) -> tuple[int, dict]:
         if sets not in begun:
             begun[sets] = pool.submit(train, SHARED, *sets)
-        return begun[sets]
+        return begun[sets].result()
 
-    def once(*sets: str) -> tuple[int, dict]:
-        return begin(*sets).result()
-
-    once.begin = begin
     once.rest = lambda: wait(begun.values())
     yield once
     pool.shutdown(cancel_futures=True)
@@ -129,7 +125,10 @@ def _begun(request):
 
 
 def needed(item: pytest.Item) -> list[tuple[str, ...]]:
-    """The lists of changes that a test looks at, by the names in its parameters `name`, or `there` and `away`."""
+    """The lists of changes that a test looks at, by the names in its parameters `name`, or `there` and `away`. For
+    tests of images, all runs of the module."""
+    if "summary" in item.fixturenames:
+        return item.module.RUNS
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     if "away" in parameters:
         return [METHODS[parameters[each]] for each in ("there", "away")]

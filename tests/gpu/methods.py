@@ -164,17 +164,15 @@ METHODS = {
     "gpt-oss-mxfp4": ("model=tiny/gpt-oss", "method={name: qlora, quant_type: mxfp4, experts: on}"),
     "gpt-oss-unsloth": ("model=tiny/gpt-oss", "method=unsloth"),
 }
-# Methods of the ordinary call. The others are `exhaustive`.
+# Methods of the ordinary call. The others are `exhaustive`: the recipes here contain the same optimizations.
 FIRST = (
     "lora", "qlora", "full", "recipe-fastest", "recipe-fastest-fp8", "recipe-fastest-full",
     "recipe-fastest-full-fp8", "recipe-fastest-qlora", "recipe-fastest-small", "recipe-small", "recipe-smallest",
     "recipe-smallest-exact", "recipe-smallest-full", "full-fp8", "checkpointing", "weight-offload",
     "full-unclipped", "full-in-backward", "full-states-away", "full-weights-away", "checkpoint-offload",
-    "compile", "fp8", "kernels-compile", "kernels-checkpointing", "kernels-fp8-delayed", "fused-lora-compile",
-    "chunked-loss", "varlen", "packing", "experts", "experts-fused", "experts-graphed", "gpt-oss-attention",
-    "gpt-oss-varlen", "gpt-oss-fastest", "gpt-oss-mxfp4", "unsloth", "unsloth-lora", "unsloth-unequal",
-    "lora-unequal", "unsloth-padded", "gpt-oss-unsloth", "small-8b", "smallest-8b", "smallest-exact-8b",
-    "smallest-full-8b",
+    "fp8", "kernels-checkpointing", "kernels-fp8-delayed", "experts-graphed", "gpt-oss-fastest", "gpt-oss-mxfp4",
+    "unsloth", "unsloth-lora", "unsloth-unequal", "lora-unequal", "unsloth-padded", "gpt-oss-unsloth", "small-8b",
+    "smallest-8b", "smallest-exact-8b", "smallest-full-8b",
 )  # fmt: skip
 
 

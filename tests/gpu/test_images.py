@@ -46,16 +46,13 @@ def changes(model, data, sets=()):
     return (f"model={model}", data, "train.max_steps=8", *sets)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _begun(run):
-    """Start most runs at once, those that compile first."""
-    for sets in RECIPES.values():
-        run.begin(*changes(LLAVA, ONE_A_ROW, sets))
-    for model, name in FIRST:
-        run.begin(*changes(model, MANY_SIZES, WAYS[name]))
-    for model in (LLAVA, QWEN3):
-        run.begin(*changes(model, MANY_SIZES, (UNSLOTH.format("off"),)))
-        run.begin(*changes(model, MANY_SIZES))
+# Runs that start before the tests (`conftest.needed`). The slowest are the first.
+RUNS = [
+    *(changes(LLAVA, ONE_A_ROW, sets) for sets in RECIPES.values()),
+    *(changes(model, MANY_SIZES, WAYS[name]) for model, name in FIRST),
+    *(changes(model, MANY_SIZES, sets) for model in (LLAVA, QWEN3) for sets in ((UNSLOTH.format("off"),), ())),
+    changes(LLAVA, ONE_A_ROW),
+]
 
 
 @pytest.fixture
