@@ -36,7 +36,8 @@ def require_few_tokens(plain: Any, ours: Any, ids: torch.Tensor, compile: bool) 
     last = decoder_layers(ours)[-1]
     assert [len(module.rows) for module in (last.self_attn.o_proj, last.mlp)] == [4, 4]
     torch.testing.assert_close(our_loss, loss)
-    torch.testing.assert_close(our_weights, weights, atol=1e-6, rtol=1e-5)
+    # Twenty times the error of float32 against float64 on a CPU, because a GPU adds in another order.
+    torch.testing.assert_close(our_weights, weights, atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(ours(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-5, rtol=1e-4)
 

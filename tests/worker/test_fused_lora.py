@@ -223,7 +223,7 @@ def model_with_experts(name: str, experts: bool, dtype: str, rank: int = 8):
     """A small mixture of experts whose adapters already do something."""
     spec = spec_of(model={"id": name, "dtype": dtype}, method={"experts": experts, "rank": rank})
     method = methods.load("lora")
-    base = method.load(spec, loading.source_of(spec.model))
+    base = method.load(spec, loading.source_of(spec.model)).to("cpu")
     torch.manual_seed(1)  # of the adapters' first factors, too
     model = method.adapt(base, spec).train()
     for parameter_name, parameter in model.named_parameters():
