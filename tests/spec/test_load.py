@@ -232,6 +232,16 @@ def test_random_weights_need_a_known_shape(problems):
     assert "tiny/qwen3" in message
 
 
+def test_tiny_models_have_random_weights_by_default(files, tmp_path):
+    folder = files(
+        tiny="model: tiny/qwen3\n", other="model: Qwen/Qwen3-8B\n", own="model: {id: tiny/qwen3, path: here}\n"
+    )
+    weights = {name: load(folder / f"{name}.yaml").model.weights for name in ("tiny", "other", "own")}
+    assert weights == {"tiny": "random", "other": "pretrained", "own": "pretrained"}
+    assert load(folder / "tiny.yaml", ["model.weights=pretrained"]).model.weights == "pretrained"
+    assert load(folder / "other.yaml", ["model=tiny/qwen3"]).model.weights == "random"
+
+
 @pytest.mark.parametrize("revision", ["", "revision: main,", "revision: 0123abc,", f"revision: {'G' * 40},"])
 def test_remote_code_needs_a_commit(problems, revision):
     (message,) = problems(f"model: {{id: x/y, {revision} trust_remote_code: true}}\n")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from ftbench.facts import architectures
+from ftbench.facts import architectures, read_facts
 from ftbench.spec.base import Float, Int, Part, Switch, Word
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.incompatibilities import incompatibilities
@@ -34,7 +34,8 @@ class Model(Part):
         description="hub id, or a name from `ftbench list models`; default with `path`: the name of the directory",
     )
     weights: Literal["pretrained", "random"] = Field(
-        "pretrained", description="random: same shape and speed, no download, no useful learning"
+        "pretrained",
+        description="random: same shape and speed, no download, no useful learning; default of names like tiny/qwen3",
     )
     revision: str | None = Field(None, description="commit, tag or branch on the hub")
     path: str | None = Field(None, description="local model directory, or a config.json for random weights")
@@ -46,8 +47,15 @@ class Model(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _named_by_its_path(cls, values: object) -> object:
-        if not isinstance(values, dict) or values.get("id") is not None or not isinstance(values.get("path"), str):
+    def _fill(cls, values: object) -> object:
+        """Set the default of `weights` for tiny models, which are on no hub, and that of `id` for a path."""
+        if not isinstance(values, dict):
+            return values
+        if not isinstance(values.get("path"), str):
+            owners = {name.partition("/")[0] for models in read_facts("tiny.yaml").values() for name in models}
+            is_tiny = str(values.get("id")).partition("/")[0] in owners
+            return {"weights": "random", **values} if is_tiny else values
+        if values.get("id") is not None:
             return values
         path = Path(values["path"])
         name = path.parent.name if path.suffix == ".json" else path.name

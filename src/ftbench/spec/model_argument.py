@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.errors import SpecError
-from ftbench.facts import architectures, read_facts
+from ftbench.facts import architectures
 from ftbench.spec.datasets import FILES
 
 _SPECS = (".yaml", ".yml", ".json")
@@ -28,11 +28,10 @@ def names_model(path: Path) -> bool:
 
 
 def model_keys(path: Path) -> dict[str, Any]:
-    """Return the keys of a spec that select this model. Names like those of the tiny models get random weights."""
+    """Return the keys of a spec that select this model."""
     if os.path.isdir(path) and str(path) not in architectures():
         return {"model": {"path": os.path.abspath(path)}}
-    owners = {name.partition("/")[0] for models in read_facts("tiny.yaml").values() for name in models}
-    return {"model": {"id": str(path), **({"weights": "random"} if path.parts[0] in owners else {})}}
+    return {"model": {"id": str(path)}}
 
 
 def spec_text(path: Path) -> bytes:
