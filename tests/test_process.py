@@ -70,6 +70,11 @@ def tree_in(log):
 TIME_UP = process.Stop("timeout", "too long")
 SLEEP = "import time; print('ready'); time.sleep(60)"
 IGNORE_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+# SIGTERM waits: it may arrive after the output, but before the process stops.
+STOP = (
+    "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); "
+    "print('ready'); os.kill(os.getpid(), signal.SIGSTOP); "
+)
 # The child starts a process, one in another session, and both again as daemons.
 TREE = """
 import os, subprocess
@@ -105,8 +110,7 @@ def test_timeout_sends_sigterm_first(run, log):
     assert log() == "ready\nlast words\n"
 
 
-@pytest.mark.parametrize("before", [IGNORE_TERM, "import os; print('ready'); os.kill(os.getpid(), 19); "],
-                         ids=["ignores SIGTERM", "stopped"])  # fmt: skip
+@pytest.mark.parametrize("before", [IGNORE_TERM, STOP], ids=["ignores SIGTERM", "stopped"])
 @pytest.mark.usefixtures("strict")
 def test_child_is_killed_after_the_grace_period(run, before):
     ended = run(before + SLEEP, stops=True)
