@@ -314,6 +314,9 @@ def test_the_page_on_profiles_states_the_power_limit_the_clocks_and_the_effects_
                 for each in (min(found), max(found))]  # fmt: skip
         assert sentence.format(*ends) in page
         assert row != "fastest-fp8" or f"{ends[2]} to {ends[3]} {sentence.format(*ends)}" in page
+    busy = [read_json(file)["bound"]["gpu_busy"] for sitting in ("2026-11-29T1512", "2026-11-29T2055")
+            for file in (results / "records").glob(f"{sitting}*/fastest-fp8/*/summary.json")]  # fmt: skip
+    assert f"busy for {100 * min(busy):.0f} to {100 * max(busy):.0f} % of the time" in page
     speeds = speeds_of("smallest", "2026-11-28T2222", "2026-11-28T2206", "2026-11-28T1711-ac54eae4")
     sentence = "{:,.0f} tokens/s, and likely {:,.0f} on another card (two runs), instead of {:,.0f} on a third card"
     assert sentence.format(*speeds) in page
