@@ -9,8 +9,6 @@ FtbenchError            1  a run failed
 A message is printed without a traceback. It gives the fact, the cause and the next command.
 """
 
-import os
-
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # the exit code of a tool that SIGPIPE ends: the reader has closed stdout
 
@@ -45,11 +43,6 @@ class MissingError(FtbenchError):
 
 class NotAppliedError(FtbenchError):
     """A library silently ignored a requested setting. The message contains the object with the wrong value."""
-
-
-def open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting, for `open(opener=...)`. A named pipe without a writer is read as an empty file."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def file_problem(error: OSError) -> str:

@@ -49,6 +49,14 @@ def test_escaped_values_are_redacted(written):
     assert "wo" not in redacted.replace("word", "wo")
 
 
+@pytest.mark.parametrize("secret", [TOKEN, "sk-" + TOKEN, "ghp_" + "AbCdEfGhIj" * 3, "Bearer " + TOKEN[3:]])
+@pytest.mark.parametrize("before", ["\n", "\r", "\t", ""])
+def test_a_secret_at_the_start_of_a_line_is_redacted_in_json(secret, before):
+    text = without_secrets(json.dumps({"reason": f"failed:{before or ' '}{secret}"}))
+    assert secret.removeprefix("Bearer ") not in text
+    assert json.loads(text)["reason"].endswith(REDACTED)
+
+
 @pytest.mark.parametrize(
     ("text", "left"),
     [

@@ -19,7 +19,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def blocks(script):
-    return [(block, script.rows_of(block)) for block in read_facts("published.yaml")]
+    return [(block, script.rows_of(block)) for block in read_facts(str(script.SOURCE))]
 
 
 def test_the_page_is_current(script):

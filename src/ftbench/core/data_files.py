@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from ftbench.errors import DataError, MissingError, file_problem, open_at_once
+from ftbench.errors import DataError, MissingError, file_problem
 
 _ROWS = 1024  # number of rows of a Parquet file that are converted at once
 
@@ -102,7 +102,7 @@ def files_of(folder: Path) -> list[Path]:
 @contextmanager
 def _open_text(path: Path) -> Iterator[TextIO]:
     try:
-        with open(path, encoding="utf-8-sig", newline="", opener=open_at_once) as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:
             yield file
     except UnicodeDecodeError:
         raise DataError(f"{path}: is not UTF-8; save the file as UTF-8") from None
@@ -166,7 +166,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise MissingError(f"{path}: Parquet files need pyarrow: pip install pyarrow") from None
     number = 1
     try:
-        with open(path, "rb", opener=open_at_once) as file:
+        with open(path, "rb") as file:
             for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_ROWS):
                 yield from enumerate(batch.to_pylist(), start=number)
                 number += batch.num_rows

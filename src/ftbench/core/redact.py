@@ -19,18 +19,19 @@ _VARIABLE = r"\b(?:[A-Z][A-Z0-9_]*_(?:PASS|PWD|KEY|AUTH|PAT|DSN)|TOKEN_[A-Z0-9_]
 _SECRET_VARIABLE = re.compile(rf"(?i){_WORDS}s?(?:_|$)|(?:^|_)(?:pass|keys?|auth|pat|dsn)$|_pwd$")
 _NAMES_A_PLACE = re.compile(r"(?i)_(?:path|file|dir|sock)$")
 _SECRET_KEY = re.compile(rf"(?i:{_WORDS})$|{_VARIABLE}$")
+_START = r"(?:\b|(?<=\\[nrt]))"  # also after a line break in a JSON string, which is the two characters \n
 # Key formats as published by their issuers. Code hosts scan for the same formats.
 _SHAPES = re.compile(
-    r"(?=[hsgAxne-][fkhilKIovy-])(?:\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}"
-    r"|\bgithub_pat_[A-Za-z0-9_]{20,}|\bglpat-[A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b|\bAIza[A-Za-z0-9_-]{30,}"
-    r"|\bxox[abprs]-[A-Za-z0-9-]{10,}|\bnvapi-[A-Za-z0-9_-]{16,}"
-    r"|\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+"
+    rf"(?=[hsgAxne-][fkhilKIovy-])(?:{_START}(?:hf_[A-Za-z0-9]{{16,}}|sk-[A-Za-z0-9_-]{{16,}}"
+    r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}|AKIA[0-9A-Z]{16}\b"
+    r"|AIza[A-Za-z0-9_-]{30,}|xox[abprs]-[A-Za-z0-9-]{10,}|nvapi-[A-Za-z0-9_-]{16,}"
+    r"|eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+)"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z))",
     re.DOTALL,
 )
 # A quote belongs to the password unless a delimiter follows it.
 _IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://?[^\s/:@\"']*:)(?:[^\s/@\"']|[\"'](?![,:;)}\]>\s]))+(?=@)")
-_BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/-]{12,}=*")
+_BEARER = re.compile(rf"(?i){_START}(bearer\s+)[A-Za-z0-9._~+/-]{{12,}}=*")
 _VALUE = (
     r"\"(?:[^\"\\\n]|\\.){4,}\""
     r"|'(?:[^'\\\n]|\\.|''){4,}'"

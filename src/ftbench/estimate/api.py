@@ -6,10 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.hardware import Gpu, limited_gpu
+from ftbench.core.hardware import limited_gpu
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import FtbenchError
-from ftbench.estimate.gpus import capacity, machine_gpu
+from ftbench.estimate.gpus import machine_gpu
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
@@ -33,11 +33,6 @@ class Predictor:
         time = time_on_machine(spec, self._gpu, self._history)
         samples = epochs_samples(spec, time.samples) if time else None
         return memory, time, time.seconds_for(samples).expected if time and samples is not None else None
-
-
-def usable_gib(gpu: Gpu) -> float:
-    """Return the memory of a GPU that processes can use, in GiB."""
-    return capacity(gpu).usable
 
 
 def memory_on_machine(

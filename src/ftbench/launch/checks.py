@@ -173,7 +173,7 @@ def _has_data(source: str, environment: Mapping[str, str]) -> bool:
 
 def cache(environment: Mapping[str, str]) -> Path:
     """Return the cache folder of the Hugging Face Hub client."""
-    return Path(environment.get("HF_HUB_CACHE") or _home(environment) / "hub")
+    return Path(environment.get("HF_HUB_CACHE") or _home(environment) / "hub").expanduser()
 
 
 def _home(environment: Mapping[str, str]) -> Path:

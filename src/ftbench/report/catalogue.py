@@ -31,11 +31,11 @@ def _models() -> Rows:
 
 
 def _gpus() -> Rows:
-    from ftbench.estimate import api
+    from ftbench.estimate.gpus import capacity
 
     yield "GPU", ">bf16 TFLOP/s", ">memory GB", ">usable GiB", ">GB/s", ">W", "matmul rate"
     for gpu in gpus():
-        figures = (gpu.bf16, gpu.memory_gb, round(api.usable_gib(gpu), 2), gpu.bandwidth, gpu.watts)
+        figures = (gpu.bf16, gpu.memory_gb, round(capacity(gpu).usable, 2), gpu.bandwidth, gpu.watts)
         source = "published" if gpu.gemm_bf16 else "unmeasured, data sheet only"
         source += "" if gpu.compute_capability else "; no runs on AMD"
         yield gpu.name, *("none" if figure is None else f"{figure:g}" for figure in figures), source

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ftbench.errors import SpecError, file_problem, open_at_once
+from ftbench.errors import SpecError, file_problem
 from ftbench.facts import architectures
 from ftbench.spec.base import nearest, shown
 
@@ -137,7 +137,7 @@ def _tree(text: str) -> yaml.Node | None:
 
 def _text(path: Path, most: int, missing: str = "") -> str:
     try:
-        with open(path, "rb", opener=open_at_once) as file:
+        with open(path, "rb") as file:
             raw = file.read(most + 1)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file{missing}") from None

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ftbench.errors import FtbenchError
 from ftbench.facts import SAMPLE
+from ftbench.launch import checks
 from ftbench.spec.batches import SHORTEST, synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Model
@@ -230,8 +231,7 @@ def tokenizer_file(model: Model) -> Path | None:
     if model.weights == "random":
         kept = (cache_dir() / "models").glob(f"{model.id.replace('/', '-')}-*/tokenizer.json")
         return next(kept, None) if not model.path else None
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
-    snapshots = cache.expanduser() / f"models--{model.id.replace('/', '--')}" / "snapshots"
+    snapshots = checks.cache(os.environ) / f"models--{model.id.replace('/', '--')}" / "snapshots"
     result = Path(model.path).glob("tokenizer.json") if model.path else snapshots.glob("*/tokenizer.json")
     return next((path for path in sorted(result) if path.is_file()), None)
 

@@ -4,6 +4,7 @@ Currencies are not converted. Amounts in different currencies are never added or
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -51,8 +52,7 @@ def _costs(figure: Figure, gpu: str, gpus: int, prices: Prices, hours: float) ->
     """Yield the costs on rented GPUs and on owned GPUs. `figure` returns a figure of the run or cell by name."""
     if (price := prices.of(gpu)) is None:
         return
-    for cost in hourly_costs(price, figure(SAMPLES), figure(TOKENS), _watts(figure), hours, gpus):
-        yield {name: getattr(cost, name) for name in ("way", *_AMOUNTS, "why")}
+    yield from map(asdict, hourly_costs(price, figure(SAMPLES), figure(TOKENS), _watts(figure), hours, gpus))
 
 
 # --- the sections ----------------------------------------------------------------------------------------------------
