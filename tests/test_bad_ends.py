@@ -208,6 +208,7 @@ HEADER = b"instruction,input,output\n"
         ("a.jsonl", FINE + b'{"instruction": "Say yes."}\n', ", line 2: `output` is missing (format alpaca)"),
         ("a.jsonl", FINE + b'{"instruction": "Say yes.", "output": 3}\n', ", line 2: `output` is int, not text"),
         ("a.jsonl", b'{"riddle": "?", "way": "!"}\n', ", line 1: columns riddle, way match no format"),
+        ("a.jsonl", FINE + b'{"instruction": \n', ", line 2: not JSON (column 16: Expecting value)"),
         ("a.json", b"[" + FINE + b"x]", ": not JSON (Expecting ',' delimiter: line 2"),
         ("a.csv", HEADER + b"Say yes.,,Yes.\nSay no.,No.\n", ", line 3: must have 3 fields, as the header names"),
         ("a.csv", HEADER + b'"Two\nlines",,Yes.\nSay no.,,\n', ", line 4: `output` is empty"),

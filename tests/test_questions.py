@@ -143,12 +143,18 @@ def test_init_asks_again_if_the_answer_is_not_a_number(ftbench, tmp_path, monkey
     assert "samples: 50" in (tmp_path / "run.yaml").read_text()
 
 
-def test_init_ends_at_the_first_wrong_answer(ftbench, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("missing.jsonl\n"))
+@pytest.mark.parametrize(("answers", "problem", "not_asked"), [
+    ("missing.jsonl\n", "missing.jsonl: no such file", "Which GPU?"),
+    ("-600\n", "must be from 2 to 524,288", "Which GPU?"),
+    ("300\nfoo\n", "foo: not in the table", "How many samples"),
+    ("300\n4090\n-5\n", "--samples -5: must be at least 1", "nothing"),
+])  # fmt: skip
+def test_init_ends_at_the_first_wrong_answer(ftbench, tmp_path, monkeypatch, answers, problem, not_asked):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
     for stream in (sys.stdin, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     code, _, err = ftbench("init", "tiny/llama", "-o", tmp_path / "run.yaml")
-    assert (code, "missing.jsonl: no such file" in err, "Which GPU?" in err) == (2, True, False)
+    assert (code, problem in err, not_asked in err) == (2, True, False)
 
 
 @pytest.fixture

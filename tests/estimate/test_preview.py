@@ -17,7 +17,7 @@ from ftbench.spec.load import load
 from ftbench.worker.data import sources
 
 
-def spec_of(folder: Path, rows: list[dict], more: str = "", model: str = "tiny/qwen3") -> Path:
+def spec_of(folder: Path, rows: list[dict], more: str = "", model: str = "Qwen/Qwen3-0.6B") -> Path:
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "spec.yaml"

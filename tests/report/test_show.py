@@ -95,6 +95,15 @@ def test_mocks_and_unreadable_specs_have_no_suggestions(ftbench, tmp_path, chang
     assert suggestions(ftbench, run.path)[0] == []
 
 
+@pytest.mark.parametrize(
+    ("objective", "has_formula"), [({"name": "sft"}, True), ({"name": "grpo", "num_generations": 4}, False)]
+)
+def test_a_run_without_formulas_gets_no_suggestion_to_estimate(ftbench, tmp_path, objective, has_formula):
+    run = make_run(tmp_path, "a", spec={"objective": objective, "dataset.loss_on": "completion"})
+    commands = [each["command"] for each in suggestions(ftbench, run.path)[0]]
+    assert any(each.startswith("ftbench recommend") for each in commands) == has_formula
+
+
 def test_run_is_found_by_folder_id_or_number(ftbench):
     store = RESULTS / "launch-bound"
     rows = json.loads(ftbench("report", store, "--format", "json")[1])["runs"]

@@ -62,6 +62,13 @@ def test_first_rows_of_a_large_file_are_checked(tmp_path):
         check_file(Dataset(name="file", path=str(rows_file(tmp_path, *[good] * 999, bad))))
 
 
+def test_too_few_rows_are_found_before_a_run(tmp_path):
+    data = {"name": "file", "path": str(rows_file(tmp_path, *[{"text": "a"}] * 40)), "eval_samples": 8}
+    check_file(Dataset(**data, samples=32))
+    with pytest.raises(DataError, match=r"only 40 rows: too few for 33 samples and 8 to evaluate on; lower dataset"):
+        check_file(Dataset(**data, samples=33))
+
+
 @pytest.mark.parametrize("key", [{"subset": "main"}, {"split": "test"}])
 def test_subset_and_split_need_a_hub_dataset(key):
     assert Dataset(name="openai/gsm8k", **key)

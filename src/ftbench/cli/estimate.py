@@ -149,6 +149,7 @@ def init(
     force: Overwrite = False,
 ) -> None:
     """Write a commented spec with the best recipe and batch size. Ask for values that are not given as options."""
+    from ftbench.estimate.gpus import gpus_named
     from ftbench.estimate.recommend.request import RecommendRequest
     from ftbench.spec.load import load
     from ftbench.spec.model_argument import spec_sets
@@ -157,12 +158,15 @@ def init(
     check_output(output, force)
     model = Path(model or _ask("MODEL", "Which model? owner/name, or a folder", "Qwen/Qwen3-8B"))
     dataset = dataset or _ask("--dataset", "Which data? A file, a data set, or mean tokens of a sample", "sample")
-    name, length = (None, int(dataset)) if dataset.isdecimal() else (dataset, None)
+    name, length = (None, int(dataset)) if dataset.lstrip("-").isdecimal() else (dataset, None)
     load(model, spec_sets(None, None, name, length))  # a wrong answer ends the command before the next question
     own = (machine.gpu() or {}).get("name", "RTX 4090")
     names = _joined(gpu) or _ask("--gpu", "Which GPU? `ftbench list gpus` lists them", own)
+    gpus_named(names)
     if samples is None:
         samples = _ask("--samples", "How many samples will it train on?", 1000)
+    if samples < 1:
+        raise SpecError(f"--samples {samples}: must be at least 1, the number of samples to train on")
     sets = spec_sets(None, None, name, length, samples)
     _recommend(RecommendRequest(model, sets, names, samples=samples, output=output), force=True)
 

@@ -111,12 +111,13 @@ def _open_text(path: Path) -> Iterator[TextIO]:
 def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with _open_text(path) as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
+            if not (line := line.strip()):
                 continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, line {number}: not JSON ({error}); each line must be one object") from None
+                reason = f"column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
+                raise DataError(f"{path}, line {number}: not JSON ({reason}); each line must be one object") from None
             yield number, _object(path, f"line {number}", row)
 
 

@@ -145,7 +145,7 @@ def suggestions(run: RunDir, summary: Mapping[str, Any]) -> list[Suggestion]:
             sets = settings(change.items())
             command = _command("run", run, *(word for text in sets for word in ("--set", text)))
             suggested.append(Suggestion(name, effect, sets, command))
-    return [*suggested, *_other_commands(run, summary)]
+    return [*suggested, *_other_commands(run, summary, has_formula=not spec.objective.prompts)]
 
 
 def _changes(spec: Experiment, summary: Mapping[str, Any]) -> Iterator[tuple[str, str, Changes]]:
@@ -168,14 +168,15 @@ def _changes(spec: Experiment, summary: Mapping[str, Any]) -> Iterator[tuple[str
             yield "compile", "fewer kernels to launch", {"optimizations.compile": True}
 
 
-def _other_commands(run: RunDir, summary: Mapping[str, Any]) -> Iterator[Suggestion]:
+def _other_commands(run: RunDir, summary: Mapping[str, Any], has_formula: bool) -> Iterator[Suggestion]:
+    """Yield suggestions to use other commands. `has_formula`: whether `estimate` supports the objective of the run."""
     gpu, state = summary.get("gpu"), summary["state"]
     if (summary.get("contention") or {}).get("contended"):
         yield Suggestion("the same run again", "while nothing else uses the machine", (), _command("run", run))
-    elif gpu and state in ("ok", "oom"):
+    elif gpu and has_formula and state in ("ok", "oom"):
         command = _command("recommend", run, "--gpu", canonical_name(gpu))
         yield Suggestion("other recipes", "estimates of methods, batches and optimizations", (), command)
-    elif state == "ok":
+    elif has_formula and not gpu and state == "ok":
         yield Suggestion("a GPU", "estimate its memory and time", (), _command("estimate", run, "--gpu", "RTX 4090"))
 
 

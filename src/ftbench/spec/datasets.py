@@ -208,7 +208,7 @@ def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, wher
 
 
 def check_file(dataset: Dataset, pairs: bool = False) -> None:
-    """Check the first 1,000 rows of a file or folder. Raise DataError for the first invalid row."""
+    """Check the first 1,000 rows of a file or folder. Raise DataError for an invalid row, or for too few rows."""
     if not dataset.path or not Path(dataset.path).exists():
         return
     from ftbench.core.data_files import read_file
@@ -220,3 +220,8 @@ def check_file(dataset: Dataset, pairs: bool = False) -> None:
     format_name = row_format(dataset, rows[0], rows.where(0), pairs)
     for index in range(len(rows)):
         row_example(dataset, rows[index], format_name, rows.where(index))
+    if len(rows) < min(MOST_CHECKED, (dataset.samples or 1) + dataset.eval_samples):
+        raise DataError(
+            f"{dataset.path} has only {len(rows):,} rows: too few for {dataset.samples or 1:,} samples and "
+            f"{dataset.eval_samples:,} to evaluate on; lower dataset.samples or dataset.eval_samples"
+        )

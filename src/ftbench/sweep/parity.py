@@ -92,7 +92,7 @@ def _check(spec: Experiment) -> None:
 def _contender(request: ParityRequest, name: str, sets: Sequence[str], described: dict[str, Any]) -> Contender:
     """Return the recipe `name` with its spec and its reference. If it cannot run here, set `refused` to the reason.
     Raise SpecError for an invalid spec. Raise MissingError if the reference cannot run."""
-    recipe_sets = [*sets, *([f"recipe={name}"] if name else [])]
+    recipe_sets = [*([f"recipe={name}"] if name else []), *sets]
     capability = checks.capability(described)
     spec, reason = load(request.spec, request.sets), None
     try:
