@@ -6,15 +6,12 @@ infinity are kept, because they show that training diverged.
 
 import csv
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from ftbench.core import rows
 from ftbench.store.rundir import MOST_CSV_BYTES, open_plain_file, writing
-
-_NAN = re.compile(rb"(?im),[+-]?(?:nan|inf(?:inity)?)(?:,|\r?$)")
 
 
 class StepsWriter:
@@ -75,13 +72,6 @@ def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
     whole, newline, torn = text.rpartition("\n")
     warnings = [f"{path.name}: the last line is not finished and was left out"] if torn else []
     return list(_rows(f"{whole}{newline}", path.name, warnings)), warnings
-
-
-def has_nan(path: Path) -> bool:
-    """Return whether a steps.csv contains NaN or infinity. Return False for a file that cannot be read."""
-    with suppress(OSError, ValueError), open_plain_file(path, MOST_CSV_BYTES) as file:
-        return bool(_NAN.search(file.read()))
-    return False
 
 
 def _rows(text: str, name: str, warnings: list[str]) -> Iterator[rows.StepRow]:

@@ -15,7 +15,7 @@ from ftbench.core.stats import total
 from ftbench.store import rates, run_warnings, rundir
 from ftbench.store.ranks import merge, read_ranks, spread, stages
 from ftbench.store.rundir import RunDir, first_gpu, state_of
-from ftbench.store.steps import has_nan, read_steps
+from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are not valid"
 _OF_IMAGES = ("images", "tiles", "image_tokens", "text_tokens")
@@ -35,14 +35,11 @@ def read_summary(run: RunDir) -> dict[str, Any]:
     written = documents["summary"]
     state = state_of(documents["state"])["state"]
     current = written.get("schema") == SCHEMA and written.keys() >= FIELDS and written["state"] == state
-    # Older summaries lack `learning`, and a line of steps.csv with NaN may be damaged.
-    unseen = written.get("learning", {}).get("state") != rundir.NOT_FINITE and has_nan(run.steps)
-    if not current or unseen:
+    if not current:
         written = as_dict(summarise(run))
-    damaged = [text for text in written["warnings"] if unseen and text.startswith("steps.csv: line")]
-    if written["state"] != "ok" or not (damaged or written.get("learning", {}).get("state") == rundir.NOT_FINITE):
+    if written["state"] != "ok" or written.get("learning", {}).get("state") != rundir.NOT_FINITE:
         return written
-    reason = damaged[0] if damaged else run_warnings.not_finite_reason(written["learning"], written["warnings"])
+    reason = run_warnings.not_finite_reason(written["learning"], written["warnings"])
     return written | {"state": rundir.NOT_FINITE, "reason": reason}
 
 

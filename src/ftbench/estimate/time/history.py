@@ -209,7 +209,7 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
             _start(phases, summary["steps"]["warmup"] * seconds),
             watts and watts / spec.launch.gpus, summary["dataset"], _mean_batch(summary, spec, seconds),
             step_key(spec), summary["tokens_per_s"]["real"] * seconds,
-            _invalid(run, summary), limited.watts if limited else None, _is_launch_bound(summary),
+            _invalid(summary), limited.watts if limited else None, _is_launch_bound(summary),
             _model_and_cores(described.get("cpu") or {}),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError):  # not a summary of ftbench
@@ -234,18 +234,11 @@ def _is_launch_bound(summary: dict[str, Any]) -> bool:
     return bool(verdict == "launch-bound" and time["mean"] < COMPILED * time["median"])
 
 
-def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
+def _invalid(summary: dict[str, Any]) -> str:
     """Return why the speed of a run is not valid (`contended run` or `diverged run`), or an empty string."""
-    from ftbench.store.steps import has_nan
-
     if summary.get("contention", {}).get("contended"):
         return "contended run"
-    suspect = has_nan(run.steps) or summary.get("learning", {}).get("state") == rundir.NOT_FINITE
-    if not suspect:
-        return ""
-    from ftbench.store.summary import read_summary  # rarely needed
-
-    return "diverged run" if read_summary(run)["state"] != "ok" else ""
+    return "diverged run" if summary.get("learning", {}).get("state") == rundir.NOT_FINITE else ""
 
 
 def is_steady(summary: dict[str, Any]) -> bool:
