@@ -70,11 +70,16 @@ def tree_in(log):
 TIME_UP = process.Stop("timeout", "too long")
 SLEEP = "import time; print('ready'); time.sleep(60)"
 IGNORE_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-# SIGTERM waits: it may arrive after the output, but before the process stops.
-STOP = (
-    "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); "
-    "print('ready'); os.kill(os.getpid(), signal.SIGSTOP); "
-)
+# A child prints when the process has stopped (state T), so SIGTERM does not arrive earlier.
+STOP = """
+import os
+pid = os.getpid()
+if not os.fork():
+    while open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] != 'T': pass
+    print('ready', flush=True)
+    os._exit(0)
+os.kill(pid, 19)
+"""
 # The child starts a process, one in another session, and both again as daemons.
 TREE = """
 import os, subprocess

@@ -189,7 +189,7 @@ def test_finished_run_keeps_its_state(run, state):
         ("", "state.json: not valid JSON (Expecting"),
         ("{", "state.json: not valid JSON (Expecting"),
         ('{"state": "dancing"}', "state.json is missing or has an unknown state"),
-        ("[]", "state.json: must be a JSON object"),
+        ("[]", "state.json: the content: Input should be a valid dictionary"),
         (
             '{"state": "running", "owner": null}',
             "state.json: owner: Input should be a valid dictionary",

@@ -49,11 +49,11 @@ def test_escaped_values_are_redacted(written):
     assert "wo" not in redacted.replace("word", "wo")
 
 
-@pytest.mark.parametrize("secret", [TOKEN, "sk-" + TOKEN, "ghp_" + "AbCdEfGhIj" * 3, "Bearer " + TOKEN[3:]])
-@pytest.mark.parametrize("before", ["\n", "\r", "\t", ""])
-def test_a_secret_at_the_start_of_a_line_is_redacted_in_json(secret, before):
-    text = without_secrets(json.dumps({"reason": f"failed:{before or ' '}{secret}"}))
-    assert secret.removeprefix("Bearer ") not in text
+@pytest.mark.parametrize("kind", ["hf_", "sk-", "ghp_", "Bearer ", "DB_PASS="])
+@pytest.mark.parametrize("before", ["\n", "\r", "\t", "\f", "\u2028", ""])
+def test_a_secret_at_the_start_of_a_line_is_redacted_in_json(kind, before):
+    text = without_secrets(json.dumps({"reason": f"failed:{before or ' '}{kind}{TOKEN[3:]}"}))
+    assert TOKEN[3:] not in text
     assert json.loads(text)["reason"].endswith(REDACTED)
 
 

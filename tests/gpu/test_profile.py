@@ -46,7 +46,7 @@ def ftbench(command: str, folder: Path, *sets: str) -> tuple[int, dict]:
     return ended.returncode, json.loads(ended.stdout)
 
 
-FIRST = ("lora",)  # of the ordinary call
+FIRST = ("lora",)  # of the ordinary call, which has 9 minutes
 CASES = [pytest.param(kind, marks=[pytest.mark.exhaustive] * (kind not in FIRST)) for kind in KINDS]
 
 

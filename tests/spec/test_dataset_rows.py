@@ -63,10 +63,14 @@ def test_first_rows_of_a_large_file_are_checked(tmp_path):
 
 
 def test_too_few_rows_are_found_before_a_run(tmp_path):
-    data = {"name": "file", "path": str(rows_file(tmp_path, *[{"text": "a"}] * 40)), "eval_samples": 8}
-    check_file(Dataset(**data, samples=32))
+    data = rows_file(tmp_path, *[{"text": "a"}] * 40)
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"model: tiny/qwen3\ndataset: {{name: file, path: {data}, samples: 33, eval_samples: 8}}\n")
+    checks.check_needed(load(spec, ["dataset.samples=32"]))
     with pytest.raises(DataError, match=r"only 40 rows: too few for 33 samples and 8 to evaluate on; lower dataset"):
-        check_file(Dataset(**data, samples=33))
+        checks.check_needed(load(spec))
+    with pytest.raises(DataError, match=r"only 40 rows: too few for 41 samples; lower dataset"):
+        checks.check_needed(load(spec, ["dataset.samples=41", "dataset.eval_samples=0"]))
 
 
 @pytest.mark.parametrize("key", [{"subset": "main"}, {"split": "test"}])

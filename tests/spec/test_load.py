@@ -1,3 +1,6 @@
+import os
+import threading
+
 import pytest
 
 from ftbench.errors import SpecError
@@ -230,6 +233,14 @@ def test_random_weights_need_a_known_shape(problems):
     (message,) = problems("model: {id: x/y, weights: random}\n")
     assert "the shape of x/y is unknown" in message
     assert "tiny/qwen3" in message
+
+
+def test_a_pipe_with_a_slow_writer_is_a_spec(tmp_path):
+    os.mkfifo(path := tmp_path / "spec.yaml")
+    writer = threading.Timer(0.3, path.write_text, ["model: tiny/qwen3\n"])
+    writer.start()
+    assert load(path).model.id == "tiny/qwen3"
+    writer.join()
 
 
 def test_tiny_models_have_random_weights_by_default(files, tmp_path):

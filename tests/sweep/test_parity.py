@@ -490,7 +490,9 @@ def test_command_lists_its_runs_and_refuses_what_it_cannot_judge(ftbench, tmp_pa
     code, _, stderr = ftbench("parity", path, "--recipe", "fastet", *out)
     assert code == 2
     assert "fastest" in stderr
-    for sets, expected in ((), 3), (("--set", "optimizations.attention=sdpa"), 0):  # `--set` changes the recipe
+    for sets, expected in (
+        ((), 3), (("--set", "optimizations.attention=sdpa"), 0), (("--set", "recipe=small"), 2),
+    ):  # fmt: skip
         code, _, stderr = ftbench("parity", path, "--recipe", "fastest", *sets, "--dry-run", *out)
         assert code == expected, stderr
     for option in (("--controls", "some"), ("--seeds", "1")):

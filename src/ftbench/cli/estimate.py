@@ -158,7 +158,7 @@ def init(
     check_output(output, force)
     model = Path(model or _ask("MODEL", "Which model? owner/name, or a folder", "Qwen/Qwen3-8B"))
     dataset = dataset or _ask("--dataset", "Which data? A file, a data set, or mean tokens of a sample", "sample")
-    name, length = (None, int(dataset)) if dataset.lstrip("-").isdecimal() else (dataset, None)
+    name, length = (None, int(dataset)) if dataset.removeprefix("-").isdecimal() else (dataset, None)
     load(model, spec_sets(None, None, name, length))  # a wrong answer ends the command before the next question
     own = (machine.gpu() or {}).get("name", "RTX 4090")
     names = _joined(gpu) or _ask("--gpu", "Which GPU? `ftbench list gpus` lists them", own)

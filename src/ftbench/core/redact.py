@@ -15,11 +15,12 @@ from urllib.parse import quote
 
 REDACTED = "[redacted]"
 _WORDS = r"(?:token|secret|password|passwd|passphrase|api[_-]?key|access[_-]?key|private[_-]?key|credentials?)"
-_VARIABLE = r"\b(?:[A-Z][A-Z0-9_]*_(?:PASS|PWD|KEY|AUTH|PAT|DSN)|TOKEN_[A-Z0-9_]+)"
+# Also after a JSON escape, such as a line break, which is written as the two characters \n
+_START = r"(?:\b|(?<=\\[bfnrt])|(?<=\\u[0-9a-f]{4}))"
+_VARIABLE = rf"{_START}(?:[A-Z][A-Z0-9_]*_(?:PASS|PWD|KEY|AUTH|PAT|DSN)|TOKEN_[A-Z0-9_]+)"
 _SECRET_VARIABLE = re.compile(rf"(?i){_WORDS}s?(?:_|$)|(?:^|_)(?:pass|keys?|auth|pat|dsn)$|_pwd$")
 _NAMES_A_PLACE = re.compile(r"(?i)_(?:path|file|dir|sock)$")
 _SECRET_KEY = re.compile(rf"(?i:{_WORDS})$|{_VARIABLE}$")
-_START = r"(?:\b|(?<=\\[nrt]))"  # also after a line break in a JSON string, which is the two characters \n
 # Key formats as published by their issuers. Code hosts scan for the same formats.
 _SHAPES = re.compile(
     rf"(?=[hsgAxne-][fkhilKIovy-])(?:{_START}(?:hf_[A-Za-z0-9]{{16,}}|sk-[A-Za-z0-9_-]{{16,}}"

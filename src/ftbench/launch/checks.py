@@ -90,7 +90,7 @@ def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
         raise SpecError(*wrong, *others)
     if others:
         raise MissingError("\n".join(others))
-    check_file(spec.dataset, spec.objective.pairs)
+    check_file(spec.dataset, spec.objective.pairs, (spec.dataset.samples or 1) + spec.dataset.eval_samples)
     launcher_of(spec).check_installed(spec)
 
 

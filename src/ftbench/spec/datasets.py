@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from ftbench.core.units import some
 from ftbench.errors import DataError, MissingError
 from ftbench.spec.base import Float, Int, Part, Switch, known, nearest, shown
 
@@ -207,8 +208,9 @@ def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, wher
         raise DataError(f"{where}: {error} (format {format_name})") from None
 
 
-def check_file(dataset: Dataset, pairs: bool = False) -> None:
-    """Check the first 1,000 rows of a file or folder. Raise DataError for an invalid row, or for too few rows."""
+def check_file(dataset: Dataset, pairs: bool = False, needed: int = 0) -> None:
+    """Check the first 1,000 rows of a file or folder. Raise DataError for an invalid row, or for fewer rows than
+    `needed`."""
     if not dataset.path or not Path(dataset.path).exists():
         return
     from ftbench.core.data_files import read_file
@@ -220,8 +222,9 @@ def check_file(dataset: Dataset, pairs: bool = False) -> None:
     format_name = row_format(dataset, rows[0], rows.where(0), pairs)
     for index in range(len(rows)):
         row_example(dataset, rows[index], format_name, rows.where(index))
-    if len(rows) < min(MOST_CHECKED, (dataset.samples or 1) + dataset.eval_samples):
+    if len(rows) < min(MOST_CHECKED, needed):
+        evaluated = f" and {dataset.eval_samples:,} to evaluate on" if dataset.eval_samples else ""
         raise DataError(
-            f"{dataset.path} has only {len(rows):,} rows: too few for {dataset.samples or 1:,} samples and "
-            f"{dataset.eval_samples:,} to evaluate on; lower dataset.samples or dataset.eval_samples"
+            f"{dataset.path} has only {some(len(rows), 'row')}: too few for {some(dataset.samples or 1, 'sample')}"
+            f"{evaluated}; lower dataset.samples or dataset.eval_samples"
         )

@@ -50,6 +50,8 @@ def prepare(request: ParityRequest) -> command.Ready:
     """Plan a parity check without starting its runs. Raise SpecError or MissingError if the check is not possible."""
     if request.seeds == 1:
         raise SpecError("--seeds 1: one training cannot show that two recipes are equivalent: use 3, or 0 for none")
+    if request.recipes and any(text.startswith("recipe=") for text in request.sets):
+        raise SpecError("--set recipe=...: would replace the recipes of --recipe: give all recipes with --recipe A,B")
     sets = [*request.sets, *([] if request.steps is None else [f"train.max_steps={request.steps}"])]
     spec = load(request.spec, sets)
     _check(spec)
@@ -65,7 +67,7 @@ def prepare(request: ParityRequest) -> command.Ready:
         raise MissingError(f"no recipe can be judged here: {'; '.join(map(': '.join, refused))}")
     options = request.options(request.out / runner.experiment(spec), runner.gpu_name(described), sets)
     plan = ParityPlan(recipes, request.seeds, request.controls == "all", options)
-    fix = "To judge without them, use --recipe FILE with `recipe: NAME` and `optimizations: {triton_kernels: off}`"
+    fix = "To judge without them, add --set optimizations.triton_kernels=off"
     judged = ((each.name, load(request.spec, each.sets)) for each in recipes if each.refused is None)
     slots = [LocalSlot(f"run {at + 1}") for at in range(AT_A_TIME if spec.measure.share_gpu else 1)]
     return command.Ready(

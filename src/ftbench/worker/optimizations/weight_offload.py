@@ -98,6 +98,7 @@ class _InTurn(nn.Module):
 
 @lru_cache
 def _in_turn(kind: Any) -> Any:
+    """Return a subclass of `kind` in which `_InTurn` comes after `kind`: its `__call__` runs inside the checkpoint."""
     return type(kind.__name__, (kind, _InTurn), {"__module__": kind.__module__})
 
 
