@@ -66,7 +66,7 @@ def test_too_few_rows_are_found_before_a_run(tmp_path):
     data = rows_file(tmp_path, *[{"text": "a"}] * 40)
     spec = tmp_path / "spec.yaml"
     spec.write_text(f"model: tiny/qwen3\ndataset: {{name: file, path: {data}, samples: 33, eval_samples: 8}}\n")
-    checks.check_needed(load(spec, ["dataset.samples=32"]))
+    check_file(Dataset(name="file", path=str(data)), needed=40)
     with pytest.raises(DataError, match=r"only 40 rows: too few for 33 samples and 8 to evaluate on; lower dataset"):
         checks.check_needed(load(spec))
     with pytest.raises(DataError, match=r"only 40 rows: too few for 41 samples; lower dataset"):
