@@ -200,10 +200,10 @@ def finite(value: float | None) -> bool:
 
 def not_finite_reason(learned: dict[str, Any], sentences: Sequence[str]) -> str:
     """Explain the state `not finite` of a run, and how to fix the problem. `sentences` are the warnings of the run."""
-    said = next((text for text in sentences if " is not a number in " in text), "an evaluation's loss is not a number")
+    fact = next((text for text in sentences if " is not a number in " in text), "an evaluation's loss is not a number")
     if (learned.get("first_step") or 0) <= 1:
-        return f"{said}: check the model's weights for NaN (download them again), and train in bf16 or fp32"
-    return f"{said}: lower train.learning_rate, or train in bf16 or fp32"
+        return f"{fact}: check the model's weights for NaN (download them again), and train in bf16 or fp32"
+    return f"{fact}: lower train.learning_rate, or train in bf16 or fp32"
 
 
 def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any], list[str]]:

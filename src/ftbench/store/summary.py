@@ -26,8 +26,8 @@ PROFILED = "profiled: no speed is taken from this run, its steps were recorded (
 def read_summary(run: RunDir) -> dict[str, Any]:
     """Return the stored summary of a run. If it is missing, outdated or has another schema, compute a new summary.
 
-    If the summary says that losses or gradient norms are NaN or infinite, the state is `not finite`. If a file of the
-    run cannot be read, the state is `error` and the summary contains the reason.
+    If the summary records NaN or infinite losses or gradient norms, the state is `not finite`. If a file of the run
+    cannot be read, the state is `error` and the summary contains the reason.
     """
     documents, problem = read_documents(run)
     if problem:
