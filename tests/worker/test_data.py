@@ -290,7 +290,7 @@ def test_evaluation_samples_are_not_trained_on(tokenizer, data_file):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"samples": 5}, r"too few for 5 samples and 0 to .* Lower dataset\.samples"),
+        ({"samples": 5}, r"too few for 5 samples; lower dataset\.samples"),
         ({"eval_samples": 2}, r"too few for 1 sample and 2 to .* dataset\.eval_samples"),
     ],
 )
@@ -336,7 +336,7 @@ def test_truncated_question_is_kept_with_loss_on_all(tokenizer, half_truncated):
 
 
 def test_too_few_rows_within_max_length_are_an_error(tokenizer, half_truncated):
-    message = r"has 20 rows, 10 of them with the answer beyond max_length: too few for 11 samples"
+    message = r"has only 20 rows, 10 of them with the answer beyond max_length: too few for 11 samples"
     with pytest.raises(SpecError, match=message):
         prepare(half_truncated[0].model_copy(update={"samples": 11}), tokenizer, 8192, 2)
 

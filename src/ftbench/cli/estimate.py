@@ -163,8 +163,7 @@ def init(
     own = (machine.gpu() or {}).get("name", "RTX 4090")
     names = _joined(gpu) or _ask("--gpu", "Which GPU? `ftbench list gpus` lists them", own)
     gpus_named(names)
-    if samples is None:
-        samples = _ask("--samples", "How many samples will it train on?", 1000)
+    samples = _ask("--samples", "How many samples will it train on?", 1000) if samples is None else samples
     if samples < 1:
         raise SpecError(f"--samples {samples}: must be at least 1, the number of samples to train on")
     sets = spec_sets(None, None, name, length, samples)

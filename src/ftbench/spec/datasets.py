@@ -209,8 +209,7 @@ def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, wher
 
 
 def check_file(dataset: Dataset, pairs: bool = False, needed: int = 0) -> None:
-    """Check the first 1,000 rows of a file or folder. Raise DataError for an invalid row, or for fewer rows than
-    `needed`."""
+    """Check the first 1,000 rows of a file or folder. Raise DataError for a bad row or fewer rows than `needed`."""
     if not dataset.path or not Path(dataset.path).exists():
         return
     from ftbench.core.data_files import read_file
@@ -223,8 +222,13 @@ def check_file(dataset: Dataset, pairs: bool = False, needed: int = 0) -> None:
     for index in range(len(rows)):
         row_example(dataset, rows[index], format_name, rows.where(index))
     if len(rows) < min(MOST_CHECKED, needed):
-        evaluated = f" and {dataset.eval_samples:,} to evaluate on" if dataset.eval_samples else ""
-        raise DataError(
-            f"{dataset.path} has only {some(len(rows), 'row')}: too few for {some(dataset.samples or 1, 'sample')}"
-            f"{evaluated}; lower dataset.samples or dataset.eval_samples"
-        )
+        raise DataError(too_few_rows(dataset, len(rows)))
+
+
+def too_few_rows(dataset: Dataset, rows: int, note: str = "") -> str:
+    """Return the error message for a data set with too few rows. `note` follows the number of rows."""
+    evaluated = f" and {dataset.eval_samples:,} to evaluate on" if dataset.eval_samples else ""
+    return (
+        f"dataset: {dataset.path or dataset.name} has only {some(rows, 'row')}{note}: too few for "
+        f"{some(dataset.samples or 1, 'sample')}{evaluated}; lower dataset.samples or dataset.eval_samples"
+    )

@@ -186,5 +186,4 @@ def check(document: Any, model: type[BaseModel]) -> None:
         keys = takewhile(lambda key: "[" not in key, map(str, problem["loc"]))  # later keys name alternatives of a type
         # Models have upper-case names.
         location = ".".join(key for key in keys if not key[:1].isupper() and key != "constrained-float")
-        what = location[:80] or ("a key" if isinstance(document, dict) else "the content")
-        raise ValueError(f"{what}: {problem['msg']}") from None
+        raise ValueError(f"{location[:80] or 'the content'}: {problem['msg']}") from None

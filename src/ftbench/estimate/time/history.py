@@ -19,6 +19,7 @@ from ftbench.estimate.workload.batches import Batch, concatenates, mean_batch
 from ftbench.estimate.workload.lengths import Lengths, lengths_of
 from ftbench.estimate.workload.model import TrainableShape, check_modelled, shape_of, trainable_shape
 from ftbench.estimate.workload.sharding import sharding_of
+from ftbench.spec.datasets import too_few_rows
 from ftbench.spec.experiment import Experiment
 from ftbench.store import machine, rundir
 from ftbench.store.rundir import RunDir
@@ -126,8 +127,7 @@ class RunHistory:
             return spec
         samples = data.samples or max(1, known.rows - data.eval_samples)
         if samples + data.eval_samples > known.rows and not known.patches:  # with images, `rows` is rounded
-            raise SpecError(f"dataset: {data.path or data.name} has only {known.rows:,} rows: too few for {samples:,} "
-                            f"samples and {data.eval_samples:,} to evaluate on; lower dataset.samples")  # fmt: skip
+            raise SpecError(too_few_rows(data, known.rows))
         return spec.model_copy(update={"dataset": data.model_copy(update={"samples": samples})})
 
     def work(self, spec: Experiment, batches: Sequence[Batch]) -> tuple[TrainableShape, StepWork]:

@@ -14,7 +14,7 @@ from ftbench.core.data_formats import Example
 from ftbench.core.units import some
 from ftbench.errors import DataError, SpecError
 from ftbench.spec import batches
-from ftbench.spec.datasets import Dataset, row_example, row_format
+from ftbench.spec.datasets import Dataset, row_example, row_format, too_few_rows
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.data import synthetic, tokens
 from ftbench.worker.data.images import Pixels, SampleImages, read
@@ -190,12 +190,8 @@ def _check_count(spec: Experiment, rows: int, usable: int, too_long: int, cut_im
         )
     needed = (dataset.samples or 1) + dataset.eval_samples
     if usable < needed:
-        raise SpecError(
-            f"dataset: {dataset.name} has {some(rows, 'row')}"
-            + (f", {too_long:,} of them with the {part} beyond max_length" if too_long else "")
-            + f": too few for {some(dataset.samples or 1, 'sample')} and {dataset.eval_samples:,} to evaluate on. "
-            "Lower dataset.samples or dataset.eval_samples"
-        )
+        note = f", {too_long:,} of them with the {part} beyond max_length" if too_long else ""
+        raise SpecError(too_few_rows(dataset, rows, note))
 
 
 def _tokenised(
