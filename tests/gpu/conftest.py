@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,8 +23,9 @@ from ftbench.store import machine
 
 SIDE_BY_SIDE = max(1, min(8, (os.cpu_count() or 1) // 2))
 QUIET_S, LAST_START_S = 45.0, 500.0  # a line after this time without a result; no test starts later
-# Tests that share the GPU come first, then those that need it for themselves.
-ORDER = ("kernels", "streams", "recipes", "frameworks", "memory", "images", "profile", "probe", "waits")
+# First the tests that need the GPU for themselves: later tests use it in the process of pytest, until that ends.
+ALONE = ("waits", "probe", "profile")
+ORDER = (*ALONE, "kernels", "streams", "recipes", "frameworks", "memory", "images")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -38,10 +39,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(
         (item for item in items if item not in left),
-        key=lambda item: ("alone" in item.fixturenames, ORDER.index(item.path.stem.split("_")[-1]))
-        if item in ours else (True, len(ORDER)),
+        key=lambda item: (not is_alone(item), ORDER.index(part(item))) if item in ours else (True, len(ORDER)),
     )  # fmt: skip
     config.pluginmanager.register(progress)
+
+
+def part(item: pytest.Item) -> str:
+    """Return what the tests of a file are about: `kernels` for test_kernels.py."""
+    return item.path.stem.split("_")[-1]
+
+
+def is_alone(item: pytest.Item) -> bool:
+    """Return whether a test needs the GPU for itself."""
+    return "alone" in item.fixturenames or part(item) in ALONE
 
 
 class Progress:
@@ -69,8 +79,8 @@ class Progress:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         self.test = item.name
 
-    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        if time.monotonic() > self.begin + LAST_START_S:
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        if nextitem and time.monotonic() > self.begin + LAST_START_S:
             item.session.shouldstop = "9 minutes are over: repeat the command for the other tests"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -112,15 +122,14 @@ def run(request, train):
             begun[sets] = pool.submit(train, SHARED, *sets)
         return begun[sets].result()
 
-    once.rest = lambda: wait(begun.values())
     yield once
     pool.shutdown(cancel_futures=True)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def _begun(request):
-    """Train while the tests of kernels and streams run."""
-    if not no_gpu() and any(map(needed, request.session.items)):
+    """Train while the tests of kernels and streams run, but after those that need the GPU for themselves."""
+    if not is_alone(request.node) and not no_gpu() and any(map(needed, request.session.items)):
         request.getfixturevalue("run")
 
 
@@ -139,12 +148,11 @@ def needed(item: pytest.Item) -> list[tuple[str, ...]]:
 
 
 @pytest.fixture(scope="session")
-def alone(run, train):
+def alone(train):
     """Each list of changes once, with the GPU to itself."""
     done: dict[tuple[str, ...], tuple[int, dict]] = {}
 
     def once(*sets: str) -> tuple[int, dict]:
-        run.rest()
         if sets not in done:
             done[sets] = train(*sets)
         return done[sets]

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from methods import ON_GPU
 
 from ftbench.launch import runner, trl
+from ftbench.store.rundir import WAITING
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(300)]
@@ -44,22 +46,27 @@ sys.exit(main(sys.argv[1]))
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory):
-    """Return the output of `ftbench run` and `ftbench profile` for a spec."""
-    done: dict[tuple[str, str], dict] = {}
+    """Return the output of `ftbench run` or `ftbench profile` for a spec. Both start at once, and one waits."""
 
-    def once(command: str, name: str) -> dict:
-        if (command, name) not in done:
-            folder = tmp_path_factory.mktemp(name)
-            (folder / "spec.yaml").write_text(SPECS[name])
-            ended = subprocess.run(
-                [sys.executable, "-m", "ftbench", command, str(folder / "spec.yaml"), "--json", "--out", str(folder)],
-                stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            assert ended.returncode == 0, ended.stdout
-            done[command, name] = json.loads(ended.stdout)
-        return done[command, name]
+    def output(command: str, name: str) -> dict:
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "spec.yaml").write_text(SPECS[name])
+        ended = subprocess.run(
+            [sys.executable, "-m", "ftbench", command, str(folder / "spec.yaml"), "--json", "--out", str(folder)],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stdout
+        return json.loads(ended.stdout)
 
-    return once
+    with ThreadPoolExecutor(2) as pool:
+        begun = {}
+
+        def once(command: str, name: str) -> dict:
+            if name not in begun:
+                begun[name] = {each: pool.submit(output, each, name) for each in ("run", "profile")}
+            return begun[name][command].result()
+
+        yield once
 
 
 @pytest.mark.parametrize("name", ["launch-bound", pytest.param("compute-bound", marks=pytest.mark.exhaustive)])
@@ -111,11 +118,9 @@ def test_kernels_of_another_process_are_recorded_and_the_run_is_contended(tmp_pa
     assert any("the GPU was not free before the run" in warning for warning in beside.warnings)
 
 
-def test_a_run_after_another_begins_on_a_free_gpu(tmp_path):
-    """Both start at once; the second waits for the first one's memory without a message."""
-    (tmp_path / "spec.yaml").write_text(SPECS["launch-bound"])
-    command = [sys.executable, "-m", "ftbench", "run", str(tmp_path / "spec.yaml"), "--json", "--out"]
-    runs = [subprocess.Popen([*command, str(tmp_path / name)], stdout=subprocess.PIPE) for name in ("one", "two")]
-    for process in runs:
-        summary = json.loads(process.communicate()[0])["summary"]
+def test_a_run_after_another_begins_on_a_free_gpu(measured):
+    """Both started at once. The second waited until the memory of the first was free, and does not warn."""
+    summaries = [measured(command, "launch-bound")["summary"] for command in ("run", "profile")]
+    assert any(summary["phases_s"].get(WAITING, 0.0) > 1 for summary in summaries)
+    for summary in summaries:
         assert not [warning for warning in summary["warnings"] if "was not free" in warning]
