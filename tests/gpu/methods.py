@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ftbench.store import machine
+
 
 def no_gpu() -> bool:
     if importlib.util.find_spec("torch") is None:
@@ -14,6 +16,8 @@ def no_gpu() -> bool:
     return not torch.cuda.is_available()
 
 
+GPU = machine.gpu() or {}  # facts from the driver; torch can only give some of them by allocating memory on the GPU
+CAPABILITY = tuple(GPU.get("compute_capability") or ())  # (9, 0) for an H100
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(no_gpu(), reason="no GPU on this machine")]
 
 
@@ -164,15 +168,15 @@ METHODS = {
     "gpt-oss-mxfp4": ("model=tiny/gpt-oss", "method={name: qlora, quant_type: mxfp4, experts: on}"),
     "gpt-oss-unsloth": ("model=tiny/gpt-oss", "method=unsloth"),
 }
-# Methods of the ordinary call. The others are `exhaustive`: the recipes here contain the same optimizations.
+# Methods of the ordinary call. The others are `exhaustive`: the recipes here contain the same optimizations,
+# and the small recipes train Qwen3-8B.
 FIRST = (
     "lora", "qlora", "full", "recipe-fastest", "recipe-fastest-fp8", "recipe-fastest-full",
-    "recipe-fastest-full-fp8", "recipe-fastest-qlora", "recipe-fastest-small", "recipe-small", "recipe-smallest",
-    "recipe-smallest-exact", "recipe-smallest-full", "full-fp8", "checkpointing", "weight-offload",
-    "full-unclipped", "full-in-backward", "full-states-away", "full-weights-away", "checkpoint-offload",
-    "fp8", "kernels-checkpointing", "kernels-fp8-delayed", "experts-graphed", "gpt-oss-fastest", "gpt-oss-mxfp4",
-    "unsloth", "unsloth-lora", "unsloth-unequal", "lora-unequal", "unsloth-padded", "gpt-oss-unsloth", "small-8b",
-    "smallest-8b", "smallest-exact-8b", "smallest-full-8b",
+    "recipe-fastest-full-fp8", "recipe-fastest-qlora", "recipe-fastest-small", "full-fp8", "checkpointing",
+    "weight-offload", "full-unclipped", "full-in-backward", "full-states-away", "full-weights-away",
+    "checkpoint-offload", "fp8", "kernels-checkpointing", "experts-graphed", "gpt-oss-fastest", "gpt-oss-mxfp4",
+    "unsloth", "unsloth-unequal", "lora-unequal", "gpt-oss-unsloth", "small-8b", "smallest-8b",
+    "smallest-exact-8b", "smallest-full-8b",
 )  # fmt: skip
 
 

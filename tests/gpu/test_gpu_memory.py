@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from methods import LARGE, METHODS, ON_GPU, cases, why
+from methods import GPU, LARGE, METHODS, ON_GPU, cases, why
 
 from ftbench.store.steps import read_steps
 
@@ -110,9 +110,7 @@ def test_gpt_oss_20b_trains_on_one_card_with_its_experts_in_mxfp4(run, name):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.mem_get_info()[1] < 90e9, reason="gpt-oss-120b needs a card of 96 GB"
-)
+@pytest.mark.skipif(GPU.get("memory_gb", 0) < 84, reason="gpt-oss-120b needs a card of 96 GB")
 def test_gpt_oss_120b_trains_on_one_card_without_a_download(alone):
     code, document = alone("model=openai/gpt-oss-120b", "method={name: qlora, quant_type: mxfp4}", "dataset.samples=32")
     assert code == 0, why(document)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from methods import METHODS, ON_GPU, SPEC, cases, check_figures, why
+from methods import CAPABILITY, METHODS, ON_GPU, SPEC, cases, check_figures, why
 
 from ftbench.store.steps import read_steps
 
@@ -77,7 +77,7 @@ def test_the_fastest_layers_with_experts_learn_what_the_plain_run_learns(run, th
 
 @pytest.mark.parametrize("name", ["recipe-fastest-small", "recipe-fastest", "experts-graphed", "gpt-oss-graphed"])
 def test_every_step_is_a_replay_of_one_graph(run, name):
-    if name != "recipe-fastest-small" and torch.cuda.get_device_capability() != (9, 0):
+    if name != "recipe-fastest-small" and CAPABILITY != (9, 0):
         pytest.skip("cuda_graph: auto is on only with compute capability 9.0")
     document = run(*METHODS[name])[1]
     applied = json.loads(Path(document["run_dir"], "applied.json").read_text())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from methods import CAPABILITY
 
 from tritons import DEVICE, module, torch
 
@@ -153,9 +154,7 @@ def test_queries_and_keys_as_attention_reads_them(heads, pairs, width, normed, j
 
 SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 ROOM = dict(zip(SMALL, (2, 16), strict=True))  # times the largest magnitude of the step before
-with_8_bits = pytest.mark.skipif(
-    DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9), reason="no numbers of 8 bits"
-)
+with_8_bits = pytest.mark.skipif(DEVICE == "cuda" and CAPABILITY < (8, 9), reason="no numbers of 8 bits")
 
 
 def held(small, factor):

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from methods import ON_GPU
+from methods import CAPABILITY, ON_GPU
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 
@@ -40,9 +40,8 @@ def test_every_figure_is_there_within_a_minute(probed):
 
     document, seconds = probed
     assert seconds <= 62  # the probe itself, and Python's start
-    capability = torch.cuda.get_device_capability(0)
     for name, needed in KINDS.items():
-        assert (document["products"][name] is not None) == (capability >= needed), document["notes"]
+        assert (document["products"][name] is not None) == (needed <= CAPABILITY), document["notes"]
     assert document["memory"]["copy_gbs"] > 100
     assert document["host_link"]["to_device_gbs"] > 1
     assert 1 < document["launch_us"] < 100

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from methods import ON_GPU, SPEC
+from methods import GPU, ON_GPU, SPEC
 
 from ftbench.profile.trace import read
 from ftbench.store.rundir import RunDir
@@ -106,7 +106,7 @@ def test_the_gpu_is_busy_for_no_longer_than_a_step_takes(profiled, kind):
     _, document = profiled(kind)
     assert 0 < document["busy_share"] <= 1
     assert document["busy_share"] <= document["busy_share_unprofiled"] * 1.05 <= 1.05
-    assert document["gpu"] == torch.cuda.get_device_name()
+    assert document["gpu"] == GPU["name"]
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from methods import ON_GPU
+from methods import CAPABILITY, ON_GPU
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(120)]
@@ -215,9 +215,7 @@ def test_attention_with_sinks_is_gpt_osss(window, compiled):
     near([out, *(each.grad for each in ours)], [expected, *(each.grad for each in theirs)])
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no products in 8 bits"
-)
+@pytest.mark.skipif(CAPABILITY < (8, 9), reason="no products in 8 bits")
 @pytest.mark.parametrize("rows", [577, 2048])
 @pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise-fast"])
 def test_one_product_of_layers_in_8_bits_is_that_of_each(recipe, rows):

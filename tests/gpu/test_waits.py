@@ -87,7 +87,7 @@ def test_a_slowed_loader_is_what_the_run_waits_for(tmp_path, monkeypatch):
     worker = [sys.executable, "-P", "-c", SLOW_WORKER]
     monkeypatch.setattr(trl, "command", lambda spec, run: [*worker, str(run.path.resolve())])
     (tmp_path / "spec.yaml").write_text(SPECS["launch-bound"])
-    bound = runner.run(tmp_path / "spec.yaml", [], tmp_path).summary.bound
+    bound = runner.run(tmp_path / "spec.yaml", ["dataset.samples=30"], tmp_path).summary.bound
     assert bound["verdict"] == "data-bound", bound
     assert bound["data_wait"] > 0.3
 
