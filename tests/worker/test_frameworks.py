@@ -437,18 +437,6 @@ def test_incomplete_checkpoint_is_an_error(framework_run, tmp_path, values, said
 # --- real frameworks --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.frameworks
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_entry_module_imports_the_trainer(name):
-    """axolotl.cli.train and swift.pipelines import their parts lazily."""
-    python = PLACE / name / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"no environment with {name}: FTBENCH_FRAMEWORKS names no folder with {name}/bin/python")
-    look = f"import {FRAMEWORKS[name].entry}, sys; assert 'transformers.trainer' in sys.modules"
-    ended = subprocess.run([python, "-c", look], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-
-
 def run_both(name, text, folder, *more):
     """Yield applied.json and the steps of a run with trl, and of a run with the framework and `more` settings."""
     python = PLACE / name / "bin" / "python"

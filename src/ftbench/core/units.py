@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 GIB, JOULES_PER_KWH = 2**30, 3.6e6
+NIGHT_H = 8.0  # hours of a night
 _SHARE = re.compile(r"(?<=\d)%")
 _ONE = re.compile(r"(?<![\d.,])1 ((?:steady |other )?(?:step|graph|time|flush|process))(?:es|s)\b( were)?")
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d+(?:\.\d+)?)s)?", re.ASCII)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ftbench.core.hardware import Gpu
 from ftbench.core.table import folded_command
-from ftbench.core.units import gibibytes
+from ftbench.core.units import NIGHT_H, gibibytes
 from ftbench.errors import SpecError
 from ftbench.estimate import text
 from ftbench.estimate.gpus import ALL, gpus_named, machine_gpu, probed
@@ -22,7 +22,6 @@ from ftbench.spec.load import load
 from ftbench.spec.prices import load_prices
 from ftbench.store import machine
 
-NIGHT_H = 8.0
 _MOST_COMPARED, _USUAL_NODE = 64, 8  # GPUs of `--strategy all`
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftbench.core.units import NIGHT_H
 from ftbench.errors import SpecError
 from ftbench.report import answer, formats, select
 from ftbench.report.data import groups
@@ -17,8 +18,6 @@ from ftbench.report.document import Report, Section
 
 if TYPE_CHECKING:
     from ftbench.spec.prices import Prices
-
-NIGHT_H = 8.0  # hours of a night
 
 
 @dataclass(frozen=True, slots=True)

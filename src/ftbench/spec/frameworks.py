@@ -18,13 +18,12 @@ _VERSIONS = Path(__file__).resolve().parents[1] / "facts" / "environments"
 
 @dataclass(frozen=True)
 class Framework:
-    """A training framework: its package, the module of its trainer (`entry`), and the supported settings.
+    """A training framework: its package, and the supported settings.
 
     `own_loop` is True if the framework does not train with transformers.Trainer.
     """
 
     package: str
-    entry: str
     own_loop: bool = False
     methods: tuple[str, ...] = ("lora", "qlora", "full")
     optimizers: tuple[str, ...] = ("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "sgd")
@@ -55,16 +54,16 @@ class Framework:
 
 
 FRAMEWORKS = {
-    "axolotl": Framework("axolotl", "axolotl.train"),
-    "llamafactory": Framework("llamafactory", "llamafactory.train.tuner"),
-    "ms-swift": Framework("ms-swift", "swift.pipelines.train.sft"),
+    "axolotl": Framework("axolotl"),
+    "llamafactory": Framework("llamafactory"),
+    "ms-swift": Framework("ms-swift"),
     "megatron": Framework(
-        "megatron-core", "megatron.core.models.gpt", True, ("full",), ("adamw_torch", "sgd"),
-        ("ddp", "tp", "pp", "pp+tp", "pp+ddp"), ("auto", "sdpa"),
+        "megatron-core", own_loop=True, methods=("full",), optimizers=("adamw_torch", "sgd"),
+        strategies=("ddp", "tp", "pp", "pp+tp", "pp+ddp"), attention=("auto", "sdpa"),
     ),
     "verl": Framework(
-        "verl", "verl.trainer.sft_trainer", True, ("lora", "full"), ("adamw_torch", "adamw_torch_fused", "sgd"),
-        ("fsdp",),
+        "verl", own_loop=True, methods=("lora", "full"), optimizers=("adamw_torch", "adamw_torch_fused", "sgd"),
+        strategies=("fsdp",),
     ),
 }  # fmt: skip
 MEGATRON_FAMILIES = ("llama", "qwen3")
