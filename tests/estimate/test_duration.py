@@ -501,6 +501,13 @@ def test_runs_in_the_default_folder_give_the_speed_of_their_own_cpu_only(tmp_pat
     assert (other, own[0] > 2) == ((1.0, 0, "host"), True)
 
 
+def test_the_default_folder_is_the_same_by_its_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").symlink_to(study.TEXT_STUDY[0])
+    spec, gpu = spec_of(), named("H100 SXM5")
+    assert host_slowdown(RunHistory.read(tmp_path / "results", spec, [gpu.name]), gpu) == (1.0, 0, "host")
+
+
 def test_the_range_includes_slow_and_fast_hosts():
     """A slow host may limit a step even if the GPU is expected to. A fast host does not make the GPU faster."""
 

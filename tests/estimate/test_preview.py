@@ -83,13 +83,33 @@ def test_rows_that_cannot_be_used_are_named(tmp_path):
         preview.preview(spec_of(tmp_path, [{"a": "b"}]), [])
 
 
+class Rows(list):
+    """Rows of a data set of the Hub."""
+
+    folder = None
+
+    def where(self, index: int) -> str:
+        return f"row {index + 1}"
+
+
+def test_images_of_the_hub_are_shown_as_markers(tmp_path, monkeypatch):
+    rows = Rows({"image": {"bytes": b"png", "path": None}, "label": name} for name in ("rust", "healthy"))
+
+    def exported(dataset: Dataset, pairs: bool, out: Path) -> dict:
+        monkeypatch.setattr(sources, "open_rows", lambda _: rows)
+        sources.export(dataset, out, 9, pairs)
+        return json.loads(out.with_suffix(".count").read_text())
+
+    monkeypatch.setattr(preview, "_exported", exported)
+    (tmp_path / "spec.yaml").write_text("model: llava-hf/llava-v1.6-mistral-7b-hf\nmethod: lora\ndataset: beans\n")
+    document = preview.preview(tmp_path / "spec.yaml", [])
+    assert (document["rows"], document["format"]) == (2, "image-text")
+    first, *_, last = (sample["text"] for sample in document["samples"])
+    assert first.startswith("user: <image>")
+    assert (first.endswith("\nassistant: rust"), last.endswith("\nassistant: healthy")) == (True, True)
+
+
 def test_rows_of_the_hub_become_messages_in_a_file(tmp_path, monkeypatch):
-    class Rows(list):
-        folder = None
-
-        def where(self, index: int) -> str:
-            return f"row {index + 1}"
-
     rows = Rows({"question": f"q{number}", "answer": "" if number == 2 else "a"} for number in range(6))
     monkeypatch.setattr(sources, "open_rows", lambda dataset: rows)
     sources.export(Dataset(name="owner/set"), tmp_path / "x.jsonl", 3)

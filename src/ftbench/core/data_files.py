@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from ftbench.errors import DataError, MissingError, file_problem
 
+LARGEST_IMAGE = 256 * 2**20  # bytes of a file
 _ROWS = 1024  # number of rows of a Parquet file that are converted at once
 
 

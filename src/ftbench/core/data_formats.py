@@ -1,7 +1,7 @@
 """Convert rows of a data set to messages, images or plain text. The column names determine the default format."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,13 @@ _DETECTED: tuple[tuple[str, set[str]], ...] = (
 )  # fmt: skip
 _LOST = ("tool_calls", "function_call", "reasoning_content", "thinking")  # chat templates would put these into the text
 _ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user", "assistant", "system", "tool")}
+
+
+def with_markers(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the content of a message as text, with MARKER in the place of each image."""
+    if isinstance(content, str):
+        return content
+    return "".join(MARKER if part["type"] == "image" else str(part["text"]) for part in content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ftbench.core import stats, units
 from ftbench.core.data_files import read_file
-from ftbench.core.data_formats import Example
+from ftbench.core.data_formats import Example, with_markers
 from ftbench.core.processes import run_program
 from ftbench.core.table import folded
 from ftbench.errors import MissingError, SpecError
@@ -135,13 +135,7 @@ def _rendered(example: Example) -> str:
     if example.rejected:
         sides = (Example(example.messages), Example(example.rejected[-1:]))
         return "\n-- rejected:\n".join(map(_rendered, sides))
-    return "\n".join(f"{message['role']}: {_content(message['content'])}" for message in example.messages)
-
-
-def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join("<image>" if part["type"] == "image" else str(part["text"]) for part in content)
+    return "\n".join(f"{message['role']}: {with_markers(message['content'])}" for message in example.messages)
 
 
 def as_text(document: Mapping[str, Any]) -> str:

@@ -122,6 +122,12 @@ class VisionShape:
         return max(self.pinpoints, key=kept)
 
 
+def scaled(height: int, width: int, longest: int) -> tuple[int, int]:
+    """Return the size of an image that is scaled down to at most `longest` pixels per side (0: no limit)."""
+    scale = min(1.0, (longest or math.inf) / max(height, width))
+    return max(1, round(height * scale)), max(1, round(width * scale))
+
+
 def describe(family: str, config: dict[str, Any]) -> VisionShape:
     """Return the image encoder and projector of a config.json. Raise ValueError for an invalid value."""
     return (_qwen if "depth" in config["vision_config"] else _clip)(family, config)

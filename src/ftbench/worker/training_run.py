@@ -109,7 +109,7 @@ def recorder_of(spec: Experiment, directory: RunDir) -> Recorder:
         others += [GpuLoad(nvml, handle, own)] if (own := own_processes(nvml, handle, before)) else []  # else unknown
     sampler = Sampler(nvml if handle is not None else None, handle, others)
     rank = parallel.rank()
-    data_rank = None if rank is None else rank * spec.launch.data_parallel_size // spec.launch.gpus
+    data_rank = None if rank is None else parallel.share_of(spec.launch, rank)
     writer, count_graphs = StepsWriter(directory.steps), bool(spec.optimizations.compile)
     return Recorder(writer, gpu, sampler, count_graphs, rank or 0, data_rank)
 

@@ -127,7 +127,7 @@ class DurationEstimate:
 
     @property
     def samples_per_hour(self) -> float:
-        return 3600 * self.tokens_per_s / self.mean_tokens
+        return 3600 * self.samples / self.step_s.expected
 
     def joules_for(self, samples: float) -> Band:
         """Return the energy in joules that all GPUs need for this number of samples, without the start of the run."""

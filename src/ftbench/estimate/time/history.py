@@ -94,7 +94,7 @@ class RunHistory:
             return not spec.dataset.is_generated and bool(summary["dataset"]["name"] == spec.dataset.name)
 
         runs = timed_runs([path], wanted) if path.is_dir() else []
-        if path == DEFAULT_STORE and any(run.launch_bound for run in runs):
+        if path.resolve() == DEFAULT_STORE.resolve() and any(run.launch_bound for run in runs):
             own = _model_and_cores(machine.cpu())
             runs = [replace(run, launch_bound=run.launch_bound and run.cpu == own) for run in runs]
         return cls(path, runs)

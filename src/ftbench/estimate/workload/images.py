@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftbench.errors import SpecError
 from ftbench.estimate.workload.lengths import DRAWN, MOST_SAMPLES, Lengths, file_lengths
-from ftbench.families.vision import NOTHING, ImageSize, VisionShape
+from ftbench.families.vision import NOTHING, ImageSize, VisionShape, scaled
 from ftbench.spec.batches import CAPTION, picture_sizes, synthetic_lengths
 from ftbench.spec.datasets import Dataset, row_example, row_format
 from ftbench.spec.experiment import Experiment
@@ -21,7 +21,6 @@ from ftbench.store.rundir import open_plain_file
 if TYPE_CHECKING:
     from ftbench.core.data_files import FileRows
 
-MOST_BYTES = 256 * 2**20  # largest size of an image file in bytes
 Sides = tuple[int, int]  # width and height in pixels
 
 
@@ -120,9 +119,8 @@ def _sample(vision: VisionShape, sizes: Sequence[Sides], text: int, longest: int
 
     In synthetic data, one token without a label follows each image (worker/data/synthetic.py)."""
     images = NOTHING
-    for width, height in sizes:  # the longest side is scaled to at most `longest` pixels (0: no limit)
-        scale = min(1.0, (longest or max(width, height)) / max(width, height))
-        images += vision.size(max(1, round(height * scale)), max(1, round(width * scale)))
+    for width, height in sizes:
+        images += vision.size(*scaled(height, width, longest))
     return SampleWithImages(images.tokens + heads + text, text, images)
 
 
@@ -161,10 +159,10 @@ def _size_of(image: Any, folder: Path) -> Sides:
     """Return (width, height) of an image in pixels. Read the file header, and apply the rotation in the EXIF data."""
     from PIL import Image
 
-    from ftbench.core.data_files import orientation
+    from ftbench.core.data_files import LARGEST_IMAGE, orientation
 
     source = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
-    file = BytesIO(source) if isinstance(source, bytes) else open_plain_file(folder / str(source), MOST_BYTES)
+    file = BytesIO(source) if isinstance(source, bytes) else open_plain_file(folder / str(source), LARGEST_IMAGE)
     with file, warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)  # as in training
         with Image.open(file) as opened:

@@ -11,6 +11,7 @@ import torch
 from ftbench.errors import NotAppliedError
 from ftbench.families.vision import NOTHING
 from ftbench.spec.experiment import Experiment
+from ftbench.worker import parallel
 from ftbench.worker.data.images import Picture, Pixels
 from ftbench.worker.data.tokens import IGNORE, Row
 from ftbench.worker.measure.batch_count import COUNT, count_of
@@ -224,7 +225,7 @@ def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice =
 def verify_order(rows: Sequence[Row], spec: Experiment, count: int, order_hash: str, rank: int) -> list[str]:
     """Return a message if `order_hash` differs from the hash of the `count` batches that `rank` should train on."""
     shares = spec.launch.data_parallel_size
-    share = rank * shares // spec.launch.gpus
+    share = parallel.share_of(spec.launch, rank)
     if order_hash == token_hash(rows, spec, count, slice(share, None, shares)):
         return []
     if spec.launch.gpus == 1:

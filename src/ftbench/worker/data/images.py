@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ftbench.core.data_files import image_problem, orientation
+from ftbench.core.data_files import LARGEST_IMAGE, image_problem, orientation
 from ftbench.core.data_formats import BadRow
-from ftbench.families.vision import ImageSize, VisionShape
+from ftbench.families.vision import ImageSize, VisionShape, scaled
 from ftbench.spec.batches import picture_sizes
 from ftbench.spec.datasets import Dataset
 from ftbench.store.machine import cache_error
@@ -29,7 +28,6 @@ from ftbench.store.rundir import open_plain_file
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_BYTES = 256 * 2**20  # largest image file
 _BLOCKS = 8  # random colors per side of a generated picture, which is scaled up to its size
 CELLS = 4  # a picture for tasks is a grid of 4 x 4 cells, each with one color
 COLORS = np.array([[r, g, b] for r in (0, 255) for g in (0, 255) for b in (0, 255)], dtype=np.uint8)
@@ -103,7 +101,7 @@ def read(reference: Any, folder: Path | None) -> Picture:
 
 def _read_file(path: Path) -> bytes:
     try:
-        with open_plain_file(path, MAX_BYTES) as file:
+        with open_plain_file(path, LARGEST_IMAGE) as file:
             return file.read()
     except (OSError, ValueError) as error:
         raise BadRow(f"image {path} cannot be read ({getattr(error, 'strerror', error)})") from None
@@ -154,8 +152,7 @@ class Pixels:
 
     def side(self, picture: Picture) -> tuple[int, int]:
         """Return the height and width of an image in pixels, after scaling."""
-        scale = min(1.0, (self._longest or math.inf) / max(picture.height, picture.width))
-        return max(1, round(picture.height * scale)), max(1, round(picture.width * scale))
+        return scaled(picture.height, picture.width, self._longest)
 
     def size(self, picture: Picture) -> ImageSize:
         """Return the tiles, patches and tokens of an image. Raise BadRow for an unsupported image size."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.data_files import FileRows, read_file
-from ftbench.core.data_formats import Example
+from ftbench.core.data_formats import Example, with_markers
 from ftbench.errors import DataError, FtbenchError, MissingError
 from ftbench.facts import SAMPLE
 from ftbench.spec.datasets import Dataset, row_example, row_format
@@ -99,7 +99,7 @@ def _exported(parsed: Example) -> dict[str, Any]:
         return {"text": parsed.text}
     if parsed.rejected:
         return {"chosen": [*parsed.messages], "rejected": [*parsed.rejected]}
-    return {"messages": [*parsed.messages]}
+    return {"messages": [{**message, "content": with_markers(message["content"])} for message in parsed.messages]}
 
 
 def main() -> int:

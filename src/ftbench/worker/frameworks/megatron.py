@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from ftbench.spec.experiment import Experiment
+from ftbench.worker import parallel
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.device import device
 from ftbench.worker.frameworks import megatron_model, own_loop
@@ -85,7 +86,7 @@ class _Loop:
         recorder = run.recorder = recorder_of(self._spec, run.directory)
         run.phases.enter("train")
         recorder.start(self._total)
-        share = own_loop.share_of_rank(self._spec)
+        share = parallel.share_of(self._spec.launch, parallel.rank() or 0)
         for step in own_loop.steps_of(self._spec, len(self._rows)):
             batches = [[self._rows[row] for row in shares[share]] for shares in step]
             labels = sum(int((self._rows[row][1] != IGNORE).sum()) for each in step for rows in each for row in rows)

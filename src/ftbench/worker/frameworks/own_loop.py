@@ -63,11 +63,6 @@ def steps_of(spec: Experiment, rows: int) -> Iterator[list[list[range]]]:
     return islice(endless(), total_steps(spec, rows))
 
 
-def share_of_rank(spec: Experiment) -> int:
-    """Return the data-parallel index of this rank. All ranks of one model replica have the same index."""
-    return (parallel.rank() or 0) * spec.launch.data_parallel_size // spec.launch.gpus
-
-
 def require_group() -> None:
     """If this process is not in a process group, create a process group with one rank."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
@@ -81,12 +76,10 @@ def require_group() -> None:
 
 def step_facts(spec: Experiment, optimizer: Any, recomputes: bool, division: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of applied.json about the first step. `division` describes how the ranks divide the work."""
-    launch = spec.launch
-    facts = {"strategy": launch.strategy, "ranks": launch.gpus, "shares": launch.data_parallel_size}
     return {
         "loss_normalisation": "label tokens of the step",
         "gradient_checkpointing": float(recomputes),
         "optimizer": effective_config.optimizer_facts(optimizer),
         "fp8_layers": 0,
-        **({"parallel": facts | {"global_batch": spec.global_batch} | division} if launch.gpus > 1 else {}),
+        **({"parallel": parallel.facts(spec) | division} if spec.launch.gpus > 1 else {}),
     }

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 from unittest import mock
 
@@ -167,8 +168,8 @@ def _expected_rows(run: TrainingRun, count: int, recorder: Recorder) -> tuple[It
     """Return two lists of row numbers in training order: the rows of this rank, and the rows of all ranks."""
     if run.spec.launch.gpus == 1:
         return range(recorder.samples), range(recorder.samples)
-    share, steps = own_loop.share_of_rank(run.spec), [*own_loop.steps_of(run.spec, count)][: recorder.step]
-    batches = [rows for step in steps for rows in step]
+    share = parallel.share_of(run.spec.launch, parallel.rank() or 0)
+    batches = [rows for step in islice(own_loop.steps_of(run.spec, count), recorder.step) for rows in step]
     of_rank = [row for rows in batches for row in rows[share]]
     return of_rank, [row for rows in batches for each in rows for row in each]
 

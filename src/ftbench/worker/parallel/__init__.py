@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ftbench.spec.base import Launch
     from ftbench.spec.experiment import Experiment
 
 _MODULES = {"zero1": "zero", "zero2": "zero", "zero3": "zero", "tp+fsdp": "tp_fsdp"}  # all pp+… use pp
@@ -37,6 +38,22 @@ def is_first() -> bool:
     return not rank()
 
 
+def share_of(launch: Launch, rank: int) -> int:
+    """Return the data-parallel index of a rank. All ranks of one model replica have the same index."""
+    return rank * launch.data_parallel_size // launch.gpus
+
+
+def facts(spec: Experiment) -> dict[str, Any]:
+    """Return the strategy, the number of ranks and of data-parallel shares, and the global batch size."""
+    launch = spec.launch
+    return {
+        "strategy": launch.strategy,
+        "ranks": launch.gpus,
+        "shares": launch.data_parallel_size,
+        "global_batch": spec.global_batch,
+    }
+
+
 def load(strategy: str) -> ModuleType:
     """Import and return the module of a strategy."""
     return importlib.import_module(f"ftbench.worker.parallel.{_MODULES.get(strategy, strategy.partition('+')[0])}")
@@ -49,13 +66,4 @@ def complete(model: Any) -> Any:
 
 def applied(trainer: Any, spec: Experiment) -> dict[str, Any]:
     """Return the section `parallel` of applied.json. The section is empty for a single process."""
-    if rank() is None:
-        return {}
-    launch = spec.launch
-    facts = {
-        "strategy": launch.strategy,
-        "ranks": launch.gpus,
-        "shares": launch.data_parallel_size,
-        "global_batch": spec.global_batch,
-    }
-    return {"parallel": facts | load(launch.strategy).applied(trainer)}
+    return {} if rank() is None else {"parallel": facts(spec) | load(spec.launch.strategy).applied(trainer)}
