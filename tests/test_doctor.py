@@ -267,6 +267,15 @@ def test_a_spec_that_cannot_run_gives_exit_code_3_and_the_reason(
     assert {finding["verdict"] for finding in about} == {"fail"}
 
 
+def test_a_file_with_too_few_rows_is_one_finding(doctor, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n' * 3)
+    spec = write_spec(tmp_path, dataset={"name": "file", "path": str(tmp_path / "rows.jsonl"), "samples": 100})
+    code, out, err = doctor(spec, "--json")
+    (found,) = [finding for finding in json.loads(out)["findings"] if finding["area"] == "spec"]
+    assert (code, err, found["verdict"]) == (3, "", "fail")
+    assert "3 rows" in found["text"]
+
+
 def test_a_run_needs_a_writable_disk_and_a_working_torch(doctor, tmp_path):
     spec = write_spec(tmp_path, launch={"mock": "ok"})
     assert doctor(spec)[0] == 0

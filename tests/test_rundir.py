@@ -1,4 +1,5 @@
 import errno
+import json
 import math
 import os
 import shutil
@@ -338,6 +339,27 @@ def test_invalid_document_is_empty_with_the_reason(tmp_path, content, reason):
     assert document == rundir.read_json(path) == {}
     assert problem.startswith("summary.json: ")
     assert reason in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("applied", {"generation": None}, "generation: Input should be"),
+        ("applied", {"resolved": [1]}, "resolved: Input should be a valid dictionary"),
+        ("applied", {"resolved": {"a": 1}}, "resolved.a: Input should be"),
+        ("applied", {"parallel": None}, "parallel: Input should be"),
+        ("kernels", {"steps": 0}, "steps: Input should be greater than or equal to 1"),
+        ("kernels", {"device": None}, "device: Input should be a valid string"),
+        ("kernels", {"phases": [{"phase": "data"}]}, "phases.0.cpu_ms: Field required"),
+    ],
+)
+def test_values_that_commands_read_are_checked(tmp_path, name, changes, reason):
+    committed = next(RESULTS.rglob(f"{name}.json"))
+    assert rundir.read_document(committed)[1] is None
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps(json.loads(committed.read_text()) | changes))
+    document, problem = rundir.read_document(path)
+    assert (document, problem.startswith(f"{name}.json: {reason}")) == ({}, True), problem
 
 
 def test_model_has_every_field_of_a_summary():

@@ -448,6 +448,13 @@ def test_outlier_is_named_with_its_signs(run):
     assert summarise(run(training([2.0, *noise]))).outliers == []
 
 
+def test_all_outliers_are_counted_and_ten_are_listed(run):
+    made = run(training([2.0, *([1.0] * 9 + [3.0]) * 30]))
+    (told,) = warned(made, "far slower")
+    assert told.startswith("30 steps were far slower than the others: step 11 (3.0 times the median); ")
+    assert len(summarise(made).outliers) == 10
+
+
 def test_bottleneck_has_its_figures(run):
     busy = training(gpu_busy=[0.5] * 20, data_time_s=[0.0] * 20)
     made = run(busy, applied=APPLIED | {"gpu_busy_method": "GPM counters"})

@@ -89,8 +89,18 @@ def test_show_ranks_a_run_among_comparable_ones(ftbench, tmp_path):
     assert slow.run_id == "c"
 
 
-@pytest.mark.parametrize("change", [{"spec": {"launch.mock": "ok"}}, {"spec": {"model": 3}}])
-def test_mocks_and_unreadable_specs_have_no_suggestions(ftbench, tmp_path, change):
+def test_a_run_that_shared_the_gpu_is_repeated_without_sharing(ftbench, tmp_path):
+    run = make_run(tmp_path, "a", steps(host_cpu_by_others=0.9), spec={"measure.share_gpu": True})
+    (again,), _ = suggestions(ftbench, run.path)
+    assert again["sets"] == ["measure.share_gpu=off"]
+    assert " --set measure.share_gpu=off " in again["command"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"spec": {"launch.mock": "ok"}}, {"spec": {"model": 3}}, {"spec": {"measure.control": "learning_rate_0"}}],
+)
+def test_mocks_controls_and_unreadable_specs_have_no_suggestions(ftbench, tmp_path, change):
     run = make_run(tmp_path, "a", steps(**WAITING), **change)
     assert suggestions(ftbench, run.path)[0] == []
 

@@ -251,7 +251,7 @@ def host(out: Path, environment: Mapping[str, str]) -> list[Finding]:
 
 def disk(path: Path, fix: str, needed_gb: float, full: Verdict = "fail") -> Answer:
     """Check that a folder is writable and has `needed_gb` GiB of free space. `full` is the verdict for less space."""
-    folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return "fail", f"{path} is not writable: {fix}"
     free_gb = shutil.disk_usage(folder).free / GIB

@@ -79,9 +79,9 @@ def _of_spec(spec: Experiment, described: dict[str, Any], out: Path) -> list[Fin
     except FtbenchError as error:
         problems += str(error).splitlines()
     problems += filter(None, [api.problem(spec, described, out)])
-    expected = api.expectation(spec, first_gpu(described) or None, out)
     if problems:
         return [Finding(AREA, spec.name, "fail", problem) for problem in problems]
+    expected = api.expectation(spec, first_gpu(described) or None, out)
     works = f"{spec.method.name} of {spec.model.id} can run on this machine"
     return [Finding(AREA, spec.name, "ok", "; ".join(filter(None, [works, expected])))]
 

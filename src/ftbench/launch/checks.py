@@ -118,7 +118,7 @@ def _file_problems(spec: Experiment) -> list[str]:
 def check_disk(out: Path) -> None:
     """Raise MissingError if `out` cannot be written or its disk is full."""
     path = Path(os.path.realpath(out))
-    existing = next(each for each in (path, *path.parents) if each.exists())
+    existing = next(each for each in (path, *path.parents) if os.path.exists(each))  # False below a locked folder
     if not os.access(existing, os.W_OK) or not existing.is_dir():
         raise MissingError(f"{existing}: cannot be written; choose another place with --out")
     if (free := shutil.disk_usage(existing).free) < MINIMUM_FREE_BYTES:

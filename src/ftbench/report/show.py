@@ -129,14 +129,15 @@ def _profile_verdict(document: Mapping[str, Any]) -> tuple[str, dict[str, str] |
 
 
 def suggestions(run: RunDir, summary: Mapping[str, Any]) -> list[Suggestion]:
-    """Return suggestions, the best first: none for mocks, imported runs, runs in bundles and unreadable specs."""
+    """Return suggestions, the best first: none for mocks, controls, imported or bundled runs and unreadable specs."""
     values = read_json(run.spec_json)
     try:
         spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
     except (FtbenchError, ValueError):
         return []
     capability = capability_of(gpu) if (gpu := limited_gpu(first_gpu(read_json(run.machine)))) else None
-    if spec.launch.mock != "off" or "imported" in values or named_path(run) != str(run.path):
+    is_own = "imported" not in values and named_path(run) == str(run.path)
+    if spec.launch.mock != "off" or spec.measure.control != "off" or not is_own:
         return []
     suggested = []
     for name, effect, change in _changes(spec, summary):
@@ -145,7 +146,7 @@ def suggestions(run: RunDir, summary: Mapping[str, Any]) -> list[Suggestion]:
             sets = settings(change.items())
             command = _command("run", run, *(word for text in sets for word in ("--set", text)))
             suggested.append(Suggestion(name, effect, sets, command))
-    return [*suggested, *_other_commands(run, summary, has_formula=not spec.objective.prompts)]
+    return [*suggested, *_other_commands(run, summary, spec)]
 
 
 def _changes(spec: Experiment, summary: Mapping[str, Any]) -> Iterator[tuple[str, str, Changes]]:
@@ -168,11 +169,13 @@ def _changes(spec: Experiment, summary: Mapping[str, Any]) -> Iterator[tuple[str
             yield "compile", "fewer kernels to launch", {"optimizations.compile": True}
 
 
-def _other_commands(run: RunDir, summary: Mapping[str, Any], has_formula: bool) -> Iterator[Suggestion]:
-    """Yield suggestions to use other commands. `has_formula`: whether `estimate` supports the objective of the run."""
-    gpu, state = summary.get("gpu"), summary["state"]
+def _other_commands(run: RunDir, summary: Mapping[str, Any], spec: Experiment) -> Iterator[Suggestion]:
+    """Yield suggestions to use other commands. `estimate` has no formulas for objectives with prompts."""
+    gpu, state, has_formula = summary.get("gpu"), summary["state"], not spec.objective.prompts
     if (summary.get("contention") or {}).get("contended"):
-        yield Suggestion("the same run again", "while nothing else uses the machine", (), _command("run", run))
+        alone = ("--set", "measure.share_gpu=off") if spec.measure.share_gpu else ()
+        again = _command("run", run, *alone)
+        yield Suggestion("the same run again", "while nothing else uses the machine", alone[1:], again)
     elif gpu and has_formula and state in ("ok", "oom"):
         command = _command("recommend", run, "--gpu", canonical_name(gpu))
         yield Suggestion("other recipes", "estimates of methods, batches and optimizations", (), command)

@@ -102,8 +102,6 @@ def _sources(paths: Sequence[Path], bundle: PackedBundle) -> dict[str, Path]:
         if read_state(run)["state"] == "running":
             bundle.left_out.append(str(run.path))
             continue
-        if not os.access(run.path, os.R_OK | os.X_OK):
-            raise SpecError(f"{run.path}: cannot be read: change its permissions, or name other folders")
         experiment, run_id = without_secrets(run.path.parent.name), without_secrets(run.run_id)
         name = f"runs/{experiment}/{run_id}"
         for number in range(2, 10_000):  # two machines may have runs of the same name

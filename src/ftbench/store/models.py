@@ -18,6 +18,7 @@ _LARGEST = 1e60  # no run writes a larger number, and products of several such n
 Number = TypeAliasType("Number", Annotated[float, Field(gt=-_LARGEST, lt=_LARGEST)])
 Json = TypeAliasType("Json", "dict[str, Json] | list[Json] | str | bool | Number | None")
 Integer = TypeAliasType("Integer", Annotated[int, Field(gt=-(2**63), lt=2**63)])
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 Text = str | None
 Figure = Number | None
@@ -108,7 +109,9 @@ _Applied = _model(
     loss_normalisation=Text, padding=Text, patched_by=Text, compile_cache=Text, dataset=_Dataset,
     gradient_checkpointing=bool | Figure, reported=_model("Reported", samples_per_s=Figure),
     reference=_model("Reference", kind=Text, in_step=bool) | None,
-    generation=_model("Generation", by=Text, reward=Text, reward_sha256=Text) | None,
+    generation=_model("Generation", by=Text, reward=Text, reward_sha256=Text),
+    parallel=_model("Parallel", split=list[Count], stages=list[Integer], busy_s=Figure, pass_s=Figure),
+    resolved=_map(_model("Resolved", reason=_need(Text), value=_need(Json))),
     matmul_shape=_model("MatmulShape", _CountsDocument, **_LAYERS) | None,
     vision_shape=_model("VisionShape", _NumbersDocument, **_LAYERS) | None,
     model=_model("Model", weights_gb_by_dtype=Figures, modules=Counts, **{"class": Text}),
@@ -145,13 +148,17 @@ _Summary = _model(
 
 # --- its profile, a sweep, a probe and a bundle ----------------------------------------------------------------------
 
-_Kernel = _model("Kernel", name=_need(str), group=Text, time_ms=_need(Number), calls=Figure)
+_WORK: dict[str, Any] = {"group": _need(str), "time_ms": _need(Number), "share": _need(Number), "calls": _need(Number)}
+_PHASE: dict[str, Any] = {"phase": _need(str)} | dict.fromkeys(("cpu_ms", "device_ms", "idle_ms"), _need(Number))
 _Kernels = _model(
-    "kernels.json", steps=_need(Integer), window_ms=_need(Number), busy_share=_need(Number),
-    busy_share_unprofiled=_need(Figure), idle=_need(_model("Idle", ms=_need(Number))),
-    step_ms=_need(_model("Before", _FiguresDocument, before=_need(Figure))),
-    groups=_need(_list(_model("Group", group=_need(str), time_ms=_need(Number)))),
-    kernels=_need(_list(_Kernel)),
+    "kernels.json", device=_need(str), gpu=_need(Text), steps=_need(Positive), window_ms=_need(Number),
+    busy_share=_need(Number), busy_share_unprofiled=_need(Figure), host_waits_ms=Figure,
+    idle=_need(_model("Idle", ms=_need(Number), gaps=_need(Number))),
+    step_ms=_need(_model("StepMs", _FiguresDocument, before=_need(Figure), profiled=_need(Number))),
+    groups=_need(_list(_model("Group", **_WORK))), phases=_need(_list(_model("ProfiledPhase", **_PHASE))),
+    kernels=_need(_list(_model("Kernel", name=_need(str), mean_us=_need(Figure), **_WORK))),
+    communication=_model("Communication", total_ms=_need(Number), exposed_ms=_need(Number),
+                         overlap_share=_need(Figure)) | None,
 )  # fmt: skip
 _Job = _model("Job", run=_need(str), what=_need(str), state=_need(str), reason=Text, wall_s=Figure)
 _Hash = _model("Hash", sha256=str)

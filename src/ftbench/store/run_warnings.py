@@ -113,7 +113,7 @@ def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
         for row, time, rate in zip(steady, times, rates, strict=True)
         if time > limits[0] and rate > limits[1]
     ]
-    return sorted(slow, key=lambda step: -step["step_time_s"])[:OUTLIERS_NAMED]
+    return sorted(slow, key=lambda step: -step["step_time_s"])
 
 
 def _limit(values: Sequence[float]) -> float:

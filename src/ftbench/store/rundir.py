@@ -253,16 +253,10 @@ def now() -> str:
 
 
 def find_runs(path: Path) -> list[RunDir]:
-    """Return the run directories (with a state.json) at or below `path`. Folders without read permission come last."""
+    """Return the run directories (with a state.json) at or below `path`, without folders that cannot be read."""
     runs: list[RunDir] = []
-    unreadable: list[RunDir] = []
     seen = {str(parent) for parent in Path(os.path.realpath(path)).parents}  # a link to a parent is not followed
-
-    def on_error(error: OSError) -> None:
-        if isinstance(error, PermissionError):
-            unreadable.append(RunDir(Path(error.filename)))
-
-    for folder, folders, files in os.walk(path, onerror=on_error, followlinks=True):
+    for folder, folders, files in os.walk(path, followlinks=True):
         if (real := os.path.realpath(folder)) in seen:
             folders.clear()
             continue
@@ -271,7 +265,7 @@ def find_runs(path: Path) -> list[RunDir]:
             runs.append(RunDir(Path(folder)))
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-    return runs + unreadable
+    return runs
 
 
 def require_runs(path: Path, unpacked: Path | None = None) -> list[RunDir]:

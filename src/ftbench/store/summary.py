@@ -91,7 +91,7 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
         summary.energy, sentences = rates.energy(steady, machine)
         summary.warnings += sentences
         summary.drift = run_warnings.drift(steady)
-        summary.outliers = run_warnings.outliers(steady)
+        summary.outliers = run_warnings.outliers(steady)[: run_warnings.OUTLIERS_NAMED]
         summary.contention, sentences = run_warnings.contention(steady, on_gpu=summary.gpu is not None)
         summary.warnings += sentences
     elif rate := config.get("reported", {}).get("samples_per_s"):  # the imported log contains this rate
