@@ -417,6 +417,7 @@ def test_conflicting_sweep_options_are_refused(ftbench, tmp_path, arguments, sai
         (["doctor", "--set", "train.batch_size=8"], 2, "--set: changes a spec; name the spec file"),
         (["run", "tiny/qwen4"], 2, "the shape of tiny/qwen4 is unknown"),
         (["run", "tiny/qwen3", "--gpus", "2"], 2, "set the key of the spec, --set launch.gpus=2"),
+        (["estimate", "tiny/qwen3", "--method", "full"], 2, "set the key of the spec, --set method=qlora"),
         (["estimate", "tiny/qwen3", "--gpus", "all"], 2, "must be a number from 1 to 1024, for example --gpus 2"),
         (["estimate", "tiny/qwen3", "--gpus", "0", "--strategy", "all"], 2, "for example --gpus 2"),
         (["recommend", "tiny/qwen3", "--gpus", "100000"], 2, "must be a number from 1 to 1024"),

@@ -1,7 +1,7 @@
 import pytest
 
 from ftbench.core.units import GIB
-from ftbench.facts import architectures
+from ftbench.facts import architecture, architectures
 from ftbench.families import describe
 
 PUBLISHED = {  # the hub's own counts (safetensors metadata)
@@ -24,6 +24,24 @@ PUBLISHED = {  # the hub's own counts (safetensors metadata)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_public_model_has_its_published_number_of_parameters(name):
     assert describe(architectures()[name]).total == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"), ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-30B-A3B"),
+        ("mistralai/Mistral-7B-Instruct-v0.1", "mistralai/Mistral-7B-v0.1"),
+        ("Qwen/Qwen3-VL-8B-Thinking", "Qwen/Qwen3-VL-8B-Instruct"),
+    ],
+)  # fmt: skip
+def test_a_variant_has_the_shape_of_its_base(variant, name):
+    assert architecture(variant) == architectures()[name]
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-9B-Instruct", "other/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B-Instruction"])
+def test_other_names_are_unknown(name):
+    assert architecture(name) == {}
 
 
 COMPARED = [name for name in architectures() if name.startswith("tiny/")] + ["Qwen/Qwen3-32B", "openai/gpt-oss-20b"]

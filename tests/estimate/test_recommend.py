@@ -175,6 +175,35 @@ def test_the_specs_effective_batch_is_the_default(ftbench, spec_file, arguments,
     assert steps == held if held else len(steps) > 1
 
 
+@pytest.mark.parametrize(("sets", "held"), [
+    ((), {16}), (("--set", "train.batch_size=8"), {8}), (("--set", "train.gradient_accumulation_steps=3"), {12}),
+], ids=str)  # fmt: skip
+@pytest.mark.usefixtures("few_ways")
+def test_a_model_without_a_spec_has_16_samples_per_step_unless_changed(ftbench, sets, held):
+    asked = ("--length", 200, "--gpu", "H200 SXM", "--samples", 5000, *sets)
+    options = json.loads(ftbench("recommend", "Qwen/Qwen3-0.6B", *asked, "--json")[1])["options"]
+    plain = [option for option in options if "packing" not in option["optimizations"]]
+    assert {option["batch_size"] * option["gradient_accumulation_steps"] for option in plain} == held
+
+
+def test_full_training_of_8b_fits_a_small_card_with_a_recipe(ftbench):
+    """The recipe cannot clip or accumulate gradients, so a step is one batch."""
+    asked = ("--length", 600, "--gpu", "4090", "--samples", 5000, "--method", "full")
+    options = json.loads(ftbench("recommend", "Qwen/Qwen3-8B", *asked, "--json")[1])["options"]
+    assert {option["recipe"] for option in options} == {"full: smallest-full"}
+    assert {(option["batch_size"], option["gradient_accumulation_steps"]) for option in options} == {(16, 1)}
+
+
+@pytest.mark.usefixtures("few_ways")
+def test_all_gpus_are_those_on_which_ftbench_trains(ftbench):
+    asked = ("--length", 200, "--gpu", "all", "--samples", 5000)
+    named = {
+        option["gpu"] for option in json.loads(ftbench("recommend", "Qwen/Qwen3-0.6B", *asked, "--json")[1])["options"]
+    }
+    assert {"RTX 4090", "H200 SXM"} <= named
+    assert not [name for name in named if name.startswith("MI")]
+
+
 @pytest.mark.parametrize(("gpu", "sets"), [
     ("L40S", ["train.batch_size=16"]), ("RTX 4090", []),
     ("A100 80GB", ["train.batch_size=64", "dataset.max_length=4096"]),
@@ -236,7 +265,8 @@ def test_the_command_for_several_gpus_fits(ftbench, spec_file, options):
 
 
 def test_without_a_fit_no_command_is_printed(ftbench, spec_file):
-    asked = ("estimate", spec_file, "--gpu", "L4", "--set", "model=Qwen/Qwen3-32B", "--set", "method=full")
+    data = "dataset={name: synthetic, samples: 100, length: 100000, max_length: 100000}"
+    asked = ("estimate", spec_file, "--gpu", "L4", "--set", data, "--set", "method=full")
     _, out, _ = ftbench(*asked)
     assert "that certainly fits" in out
     _, out, _ = ftbench(*asked, "--json")
@@ -314,7 +344,8 @@ def test_without_a_deadline_the_text_does_not_mention_it():
 
 
 def test_without_a_fit_the_reasons_are_named():
-    found = ask("L4", spec={"model": {"id": "Qwen/Qwen3-32B"}}, methods=("full",))
+    data = {"name": "synthetic", "samples": 100, "length": 100_000, "max_length": 100_000}
+    found = ask("L4", spec={"dataset": data}, methods=("full",))
     assert (found.options, found.closest) == ((), None)
     assert any(reason.startswith("does not fit at batch 1 on L4") for reason in found.ruled_out)
 
@@ -525,6 +556,8 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--gpu", "T4,V100 SXM2 32GB", "--samples", "9"], "the speed of V100 SXM2 32GB in bf16 is not known"),
     (["--gpu", "H300", "--samples", "9"], "--gpu H300: not in the table"),
+    (["--gpu", "3060", "--samples", "9"], "--gpu 3060: not in the table; name one of"),
+    (["--gpu", "RTX 4091", "--samples", "9"], "--gpu RTX 4091: not in the table; did you mean RTX 4090?"),
     (["--gpu", "h100", "--samples", "9"], "several GPUs: H100 NVL (94 GB), H100 PCIe (80 GB), H100 SXM5 (80 GB)"),
     (["--gpu", ",", "--samples", "9"], "--gpu: name GPUs"),
     (["--gpu", "H200 SXM"], "--samples: required, because"),

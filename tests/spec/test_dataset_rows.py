@@ -10,7 +10,10 @@ import pytest
 from ftbench.errors import DataError, SpecError
 from ftbench.launch import checks
 from ftbench.spec.datasets import Dataset, check_file, row_example, row_format
+from ftbench.spec.experiment import Model
 from ftbench.spec.load import load
+
+TEXT = Model(id="tiny/qwen3")
 
 
 def rows_file(folder: Path, *rows: dict) -> Path:
@@ -52,25 +55,37 @@ def test_unusable_rows_are_found_before_a_run(tmp_path):
 @pytest.mark.parametrize("row", [{"text": "a\ud83d"}, {"messages": [{"role": "assistant", "content": "a\ud83d"}]}])
 def test_half_of_a_surrogate_pair_names_its_line(tmp_path, row):
     with pytest.raises(DataError, match=r"rows.jsonl, line 1: '\\ud83d' is half of a surrogate pair: remove it"):
-        check_file(Dataset(name="file", path=str(rows_file(tmp_path, row))))
+        check_file(Dataset(name="file", path=str(rows_file(tmp_path, row))), TEXT)
 
 
 def test_first_rows_of_a_large_file_are_checked(tmp_path):
     good, bad = {"text": "a"}, {"text": 1}
-    check_file(Dataset(name="file", path=str(rows_file(tmp_path, *[good] * 1000, bad))))
+    check_file(Dataset(name="file", path=str(rows_file(tmp_path, *[good] * 1000, bad))), TEXT)
     with pytest.raises(DataError, match="line 1000"):
-        check_file(Dataset(name="file", path=str(rows_file(tmp_path, *[good] * 999, bad))))
+        check_file(Dataset(name="file", path=str(rows_file(tmp_path, *[good] * 999, bad))), TEXT)
 
 
 def test_too_few_rows_are_found_before_a_run(tmp_path):
     data = rows_file(tmp_path, *[{"text": "a"}] * 40)
     spec = tmp_path / "spec.yaml"
     spec.write_text(f"model: tiny/qwen3\ndataset: {{name: file, path: {data}, samples: 33, eval_samples: 8}}\n")
-    check_file(Dataset(name="file", path=str(data)), needed=40)
+    check_file(Dataset(name="file", path=str(data)), TEXT, needed=40)
     with pytest.raises(DataError, match=r"only 40 rows: too few for 33 samples and 8 to evaluate on; lower dataset"):
         checks.check_needed(load(spec))
     with pytest.raises(DataError, match=r"only 40 rows: too few for 41 samples; lower dataset"):
         checks.check_needed(load(spec, ["dataset.samples=41", "dataset.eval_samples=0"]))
+
+
+def test_images_for_a_text_model_are_found_before_a_run(tmp_path, ftbench):
+    data = rows_file(tmp_path, {"image": "a.png", "question": "a", "answer": "b"})
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"model: tiny/qwen3\nmethod: lora\ndataset: {{name: file, path: {data}}}\n")
+    with pytest.raises(DataError, match=r"rows.jsonl has images and tiny/qwen3 is text-only: use a model with images"):
+        checks.check_needed(load(spec))
+    for command in (("data",), ("estimate", "--gpu", "4090"), ("recommend", "--gpu", "4090")):
+        code, _, err = ftbench(*command, spec)
+        assert (code, "has images and tiny/qwen3 is text-only" in err) == (2, True)
+    check_file(Dataset(name="file", path=str(data)), Model(id="tiny/llava-next"))
 
 
 @pytest.mark.parametrize("key", [{"subset": "main"}, {"split": "test"}])
@@ -89,4 +104,4 @@ def test_unknown_role_is_an_error(tmp_path):
 
 def test_folder_without_files_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"contains no \.json"):
-        check_file(Dataset(name="file", path=str(tmp_path)))
+        check_file(Dataset(name="file", path=str(tmp_path)), TEXT)

@@ -196,6 +196,7 @@ def test_change_of_model_drops_revision_and_path(files):
         ("train: 5", ["train: 5 is not a section", "allowed: batch_size"]),
         ("train:", ["train: is empty: give it keys (allowed: batch_size", "or leave it out"]),
         ("method: []", ["method: [] is not a section"]),
+        ("lr: 1e-4", ["lr: no such key; did you mean train.learning_rate? (allowed: extends"]),
         ("on: 3", ["on: no such key"]),
         ("1: 3", ["1: no such key"]),
     ],

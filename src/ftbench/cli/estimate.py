@@ -103,7 +103,7 @@ def recommend(
         Literal["speed", "cost", "energy", "memory"], of(LIMITS, "rank by speed, cost, energy or memory")
     ] = "speed",
     method: Annotated[str | None, of(LIMITS, "methods to compare, such as lora,full")] = None,
-    effective_batch: Annotated[str | None, of(LIMITS, "samples per optimizer step, or any (default: spec)")] = None,
+    effective_batch: Annotated[str | None, of(LIMITS, "samples per step, or any (default: the spec, or 16)")] = None,
     gpus: Annotated[int | None, of(CLUSTER, "largest GPU count (default: spec)", parser=gpu_count, metavar="N")] = None,
     output: Output = None,
     force: Overwrite = False,

@@ -16,7 +16,7 @@ from ftbench.core import processes
 from ftbench.core.units import parse_seconds
 from ftbench.errors import BROKEN_PIPE, INTERRUPTED, MissingError, SpecError
 
-# Keys of the spec that people try as options of `run` and `profile`.
+# Keys of the spec that people try as options of `run`, `profile` and `estimate`.
 KEYS = {"--gpus": "launch.gpus=2", "--method": "method=qlora", "--batch-size": "train.batch_size=8"}
 # Groups of options in --help. The most used options are in a first group without a name.
 OUTPUT, INPUT, LIMITS, CLUSTER, ADVANCED = "Output", "Input", "Limits", "Several GPUs", "Advanced"
@@ -132,9 +132,10 @@ Force = Annotated[bool, of(ADVANCED, "repeat all runs and archive the earlier ru
 
 
 def check_arguments(arguments: list[str]) -> list[str]:
-    """Return the arguments. Raise SpecError if an option of `run` or `profile` is a key of the spec."""
+    """Return the arguments. Raise SpecError if an option is a key of the spec."""
     for option in (argument.partition("=")[0] for argument in arguments):
-        if arguments[0] in ("run", "profile") and option in KEYS:
+        tried = arguments[0] in ("run", "profile") or (arguments[0] == "estimate" and option != "--gpus")
+        if tried and option in KEYS:
             raise SpecError(f"{arguments[0]} has no option {option}: set the key of the spec, --set {KEYS[option]}")
     return arguments
 

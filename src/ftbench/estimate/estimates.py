@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ftbench.core.hardware import Gpu
 from ftbench.core.table import folded_command
-from ftbench.core.units import NIGHT_H, gibibytes
+from ftbench.core.units import NIGHT_H, gibibytes, some
 from ftbench.errors import SpecError
 from ftbench.estimate import text
 from ftbench.estimate.gpus import ALL, gpus_named, machine_gpu, probed
@@ -131,7 +131,8 @@ def _alternative(
         return "`ftbench recommend` did not find a batch, optimization or method that certainly fits.", None
     memory, command = best.memory, spec_file.run_command(request.spec, sets, best.spec, best.gpu)
     where = "" if request.gpu is None or len(gpus_named(request.gpu)) == 1 else f" on {target.name}"
-    needed = f"{gibibytes(memory.device.expected)} of {gibibytes(memory.total)} GiB{where}"
+    step = some(round(ranking.samples_per_step(best.spec, history)), "sample")
+    needed = f"{gibibytes(memory.device.expected)} of {gibibytes(memory.total)} GiB{where}, with {step} per step"
     record = {"command": command, "device_gb": asdict(memory.device)}
     note = f"\n{text.AMD}" if best.gpu.compute_capability is None else ""
     return f"The fastest settings that fit take {needed}:\n{folded_command(command)}{note}", record

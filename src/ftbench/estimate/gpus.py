@@ -87,9 +87,8 @@ def gpu_named(name: str) -> Gpu:
     if similar:
         several = ", ".join(f"{gpu.name} ({gpu.memory_gb:g} GB)" for gpu in similar)
         raise SpecError(f'--gpu {name}: matches several GPUs: {several}; name one, such as --gpu "{similar[0].name}"')
-    raise SpecError(
-        f"--gpu {name}: not in the table{nearest(name, [gpu.name for gpu in gpus()])}; name one of `ftbench list gpus`"
-    )
+    meant = nearest(name, [gpu.name for gpu in gpus()], 0.8)  # 3060 is not B300
+    raise SpecError(f"--gpu {name}: not in the table{meant or '; name one of `ftbench list gpus`, or measure there'}")
 
 
 def gpus_called(text: str) -> list[Gpu]:

@@ -78,7 +78,7 @@ def _exported(dataset: Dataset, pairs: bool, out: Path) -> dict[str, Any]:
 def _of_file(spec: Experiment, dataset: Dataset, images: KnownSamples | None) -> dict[str, Any]:
     path = Path(dataset.path or SAMPLE)
     pairs = spec.objective.pairs
-    check_file(dataset, pairs)
+    check_file(dataset, spec.model, pairs)
     rows = read_file(path)
     format_name = row_format(dataset, rows[0], rows.where(0), pairs)
     counted = file_lengths(dataset, spec.model, pairs, spec.objective.prompts)

@@ -19,6 +19,8 @@ from ftbench.spec.prices import Amount, Prices, amount
 _Z = 1.645  # 95 % quantile of the standard normal distribution, which is the upper end of a 90 % range
 _BAR = 32  # characters of the longest bar
 LIMITS = {"host": "launch-bound", "images": "image loading"}  # text for each bottleneck except the GPU
+GENERATED = "this command trains on random tokens: give your samples with --dataset FILE, and save the weights with \
+--set measure.save_adapter=on"
 AMD = "ftbench cannot train on AMD GPUs, so the command only estimates"
 LAUNCH_BOUND = "launch-bound: the CPU starts kernels too slowly, so a faster GPU gains little"
 
@@ -108,7 +110,7 @@ def _summary(spec: Experiment, row: GpuEstimate, scope: Scope) -> str:
     if samples is not None and seconds is not None:
         energy = f"{time.joules_for(samples).expected / JOULES_PER_KWH:.3g} kWh without the start"
         took = f"{units.some(round(samples), 'sample')} in {_band(seconds, units.seconds)}, {energy}"
-        lines.append(("training", took))
+        lines.append(("training", "if it fitted: " * (memory.verdict == VERDICTS[-1]) + took))
     if scope.prices is not None:
         unknown = f"{scope.prices.path} has no price for {row.name}" if samples else "not known: use --samples N"
         lines.append(("cost", f"{cost} ({cost.way})" if cost else unknown))

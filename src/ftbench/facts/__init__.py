@@ -1,5 +1,6 @@
 """The data files that ftbench ships: GPUs, shapes of public models, the sample data set."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import yaml
 SAMPLE = Path(__file__).parent / "sample.jsonl"  # the sample data set
 # The loader of libyaml is ten times as fast, but PyYAML may be built without it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_VARIANT = re.compile(r"-(?:Base|Instruct|Thinking)(?:-\d{4})?(?=-|$)")  # of the same shape: Qwen3-4B-Instruct-2507
 
 
 @cache
@@ -28,3 +30,13 @@ def architectures() -> dict[str, dict[str, Any]]:
                 config.pop("parameters", None)
                 table[name] = config
     return table
+
+
+def architecture(name: str) -> dict[str, Any]:
+    """Return the configuration of a model, or of a variant of the same shape by the same publisher. {} if unknown."""
+    return architectures().get(name) or _bases().get(_VARIANT.sub("", name), {})
+
+
+@cache
+def _bases() -> dict[str, dict[str, Any]]:
+    return {_VARIANT.sub("", name): config for name, config in architectures().items()}

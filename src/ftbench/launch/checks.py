@@ -90,7 +90,8 @@ def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
         raise SpecError(*wrong, *others)
     if others:
         raise MissingError("\n".join(others))
-    check_file(spec.dataset, spec.objective.pairs, (spec.dataset.samples or 1) + spec.dataset.eval_samples)
+    needed = (spec.dataset.samples or 1) + spec.dataset.eval_samples
+    check_file(spec.dataset, spec.model, spec.objective.pairs, needed)
     launcher_of(spec).check_installed(spec)
 
 

@@ -25,7 +25,8 @@ def catalogue(what: str) -> str:
 
 
 def _models() -> Rows:
-    yield "any model on the hub, or a local directory (model.path)", "", ""
+    yield "`run` trains any model on the hub. `estimate` knows folders", "", ""
+    yield "and these models with variants such as -Instruct and -Base:", "", ""
     for name, config in architectures().items():
         yield name, config["model_type"], units.parameters(describe(config).total)
 

@@ -4,10 +4,8 @@ import base64
 import hashlib
 import math
 import re
-import statistics
 from collections.abc import Sequence
 from importlib import resources
-from itertools import pairwise
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
@@ -23,7 +21,7 @@ from ftbench.report.document import ANSWER, Report, Section
 from ftbench.report.runs_table import FIGURES, FOOTNOTE, NUMBER, runs_table
 
 MOST_CURVES, MOST_POINTS = 6, 400
-_FEWEST_STEPS = 6  # with fewer steps, progress cannot be separated from noise
+_FALL = 0.98  # last loss / first loss; loss curves are drawn if at least one falls below this ratio
 # Characters that change the writing direction can make text misleading.
 _BIDI = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _BADGES = {"ok": "good", "oom": "bad", "error": "bad", "timeout": "bad"}
@@ -127,27 +125,13 @@ def _curves(records: Sequence[Record]) -> Record | None:
     steps = [steps_of(run) for _, run in chosen]
     points = [[(step, loss) for step, loss in zip(run.numbers, run.columns["loss"], strict=True) if loss is not None]
               for run in steps]  # fmt: skip
-    if not any(_learned([loss for _, loss in line]) for line in points):
+    if not any(line and line[-1][1] < _FALL * line[0][1] for line in points):
         return None
     ends = [(min(values), max(values)) for values in zip(*(point for line in points for point in line), strict=True)]
     (first, last), (low, high) = (int(ends[0][0]), int(ends[0][1])), ends[1]
     names = cell_names([cell for cell, _ in chosen])
     lines = [(name, _path(line, first, last, low, high)) for name, line in zip(names, points, strict=True)]
     return {"lines": lines, "steps": (first, last), "losses": (low, high)}
-
-
-def _learned(losses: Sequence[float]) -> bool:
-    """Return whether the loss (one value per step) fell by more than 1.96 standard errors.
-
-    Compare the mean loss of the first tenth of the steps with the mean loss of all steps. Compute the noise from
-    differences of successive steps. A trend hardly changes these differences (J. von Neumann, Ann. Math. Stat. 12,
-    1941)."""
-    if len(losses) < _FEWEST_STEPS:
-        return False
-    begin = max(1, len(losses) // 10)
-    noise = math.sqrt(statistics.fmean((after - before) ** 2 for before, after in pairwise(losses)) / 2)
-    threshold = 1.96 * noise * math.sqrt(1 / begin + 1 / len(losses))
-    return statistics.fmean(losses[:begin]) - statistics.fmean(losses) > threshold
 
 
 def _hourly(run: Run) -> float:

@@ -58,10 +58,12 @@ Switch = Annotated[bool, BeforeValidator(_switch)]
 Word = BeforeValidator(_word)  # YAML reads `off` as false and `on` as true
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """Return `; did you mean NAME?` with the most similar of `words`, or an empty string if no word is similar."""
+def nearest(word: str, words: Iterable[str], similarity: float = 0.6) -> str:
+    """Return `; did you mean NAME?` with the most similar of `words`, or "" if none has at least this similarity."""
     by_letters = {unicodedata.normalize("NFKC", each).casefold(): each for each in words}
-    close = difflib.get_close_matches(unicodedata.normalize("NFKC", word).casefold(), by_letters, n=1)
+    close = difflib.get_close_matches(
+        unicodedata.normalize("NFKC", word).casefold(), by_letters, n=1, cutoff=similarity
+    )
     return f"; did you mean {by_letters[close[0]]}?" if close else ""
 
 
@@ -79,7 +81,7 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    return text if len(text) <= most else text[: most - 3] + "…"
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 # --- optimizations ---------------------------------------------------------------------------------------------------

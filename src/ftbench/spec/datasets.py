@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,9 +14,11 @@ from pydantic import Field, field_validator, model_validator
 from ftbench.core.units import some
 from ftbench.errors import DataError, MissingError
 from ftbench.spec.base import Float, Int, Part, Switch, known, nearest, shown
+from ftbench.spec.methods import reads_images
 
 if TYPE_CHECKING:
     from ftbench.core.data_formats import Example
+    from ftbench.spec.base import Model
 
 FILES = (".json", ".jsonl", ".csv", ".parquet")
 Format = Literal[
@@ -208,8 +210,9 @@ def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, wher
         raise DataError(f"{where}: {error} (format {format_name})") from None
 
 
-def check_file(dataset: Dataset, pairs: bool = False, needed: int = 0) -> None:
-    """Check the first 1,000 rows of a file or folder. Raise DataError for a bad row or fewer rows than `needed`."""
+def check_file(dataset: Dataset, model: Model, pairs: bool = False, needed: int = 0) -> None:
+    """Check the first 1,000 rows of a file or folder. Raise DataError for a bad row, fewer rows than `needed`, or
+    images that the model cannot read."""
     if not dataset.path or not Path(dataset.path).exists():
         return
     from ftbench.core.data_files import read_file
@@ -219,10 +222,17 @@ def check_file(dataset: Dataset, pairs: bool = False, needed: int = 0) -> None:
     except MissingError:  # the Parquet reader may be installed only on the training machine
         return
     format_name = row_format(dataset, rows[0], rows.where(0), pairs)
-    for index in range(len(rows)):
-        row_example(dataset, rows[index], format_name, rows.where(index))
+    check_images(
+        dataset, model, (row_example(dataset, rows[at], format_name, rows.where(at)) for at in range(len(rows)))
+    )
     if len(rows) < min(MOST_CHECKED, needed):
         raise DataError(too_few_rows(dataset, len(rows)))
+
+
+def check_images(dataset: Dataset, model: Model, examples: Iterable[Example]) -> None:
+    """Raise DataError if an example has images and the model is text-only."""
+    if [example for example in examples if example.images] and not reads_images(model):
+        raise DataError(f"{dataset.path} has images and {model.id} is text-only: use a model with images")
 
 
 def too_few_rows(dataset: Dataset, rows: int, note: str = "") -> str:

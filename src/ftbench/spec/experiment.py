@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from ftbench.facts import architectures, read_facts
+from ftbench.facts import architecture, architectures, read_facts
 from ftbench.spec.base import Float, Int, Part, Switch, Word
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.incompatibilities import incompatibilities
@@ -65,7 +65,7 @@ class Model(Part):
     def _check(self) -> Model:
         if self.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
             raise ValueError("`trust_remote_code` needs `revision`: the 40 hex digits of a commit whose code you trust")
-        if self.weights == "random" and not self.path and self.id not in architectures():
+        if self.weights == "random" and not self.path and not architecture(self.id):
             known = ", ".join(sorted(architectures()))
             raise ValueError(f"the shape of {self.id} is unknown: set `path: config.json`, or use one of {known}")
         return self

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from ftbench.errors import SpecError
-from ftbench.facts import architectures
+from ftbench.facts import architecture
 from ftbench.spec.base import Experiment, Float, Int, Model, Part, Switch, Word
 from ftbench.spec.reading import read_config
 
@@ -78,7 +78,7 @@ def configuration(model: Model) -> Mapping[str, Any]:
         file = file / "config.json" if file.is_dir() else file
         with suppress(OSError, ValueError, SpecError):  # if config.json is broken, the worker reports it
             return _read(file, file.stat().st_mtime_ns)
-    return architectures().get(model.id, {})
+    return architecture(model.id)
 
 
 @lru_cache(maxsize=64)

@@ -184,6 +184,8 @@ def as_text(value: Any) -> str:
 _TYPES = {"int": "be a whole number, without a unit", "float": "be a number, without a unit", "string": "be a text",
           "tuple": "be a list"}  # fmt: skip
 _WORDS = {"True": "on", "False": "off"}
+_USUAL_NAMES = {"lr": "train.learning_rate", "batch": "train.batch_size", "lora_alpha": "method.alpha",
+                "lora_rank": "method.rank", "r": "method.rank", "steps": "train.max_steps"}  # fmt: skip
 
 
 def in_file(error: ValidationError, path: Path, root: type[BaseModel], *above: str) -> Iterator[str]:
@@ -211,7 +213,8 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
         key, allowed = str(where[-1]), [*(extra_keys if len(where) == 1 else ()), *keys_at(root, where[:-1])]
         sections = {name: _models(field.annotation) for name, field in root.model_fields.items() if name != where[0]}
         owner = next((name for name, models in sections.items() if any(key in m.model_fields for m in models)), None)
-        meant = f"; did you mean {owner}.{key}?" if owner else nearest(key, allowed)
+        usual = f"{owner}.{key}" if owner else _USUAL_NAMES.get(key)
+        meant = f"; did you mean {usual}?" if usual else nearest(key, allowed)
         return f"no such key{meant} (allowed: {', '.join(allowed)})"
     if kind == "missing":
         return "is missing"

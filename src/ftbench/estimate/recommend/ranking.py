@@ -133,13 +133,15 @@ def _best_batch(variant: Candidate, resolved: Experiment, gpu: Gpu, goal: Goal, 
         if not variant.spec.optimizations.packing:
             return f"the samples per step are not divisible by {variant.spec.launch.gpus} GPUs (--effective-batch)"
         return "packed rows cannot hold this number of samples per step (--effective-batch)"
-    smallest = with_batch(resolved, 1, 2 if (effective or 1) > 1 else 1)
+    in_one_pass = resolved.optimizations.optimizer_in_backward  # cannot accumulate gradients
+    smallest = with_batch(resolved, 1, 2 if (effective or 1) > 1 and not in_one_pass else 1)
     sizes = _fitting_batches(smallest, gpu, effective, goal, cache)
     if not sizes:
         uncertain = cache.estimate(smallest, gpu).verdict == "uncertain"
         return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {_location(variant.spec, gpu)}"
     sizes = sizes if goal.objective == "memory" else sizes[:2]  # a larger batch is rarely slower
     pairs = [(size, effective // size if effective else 1) for size in sizes]
+    pairs = pairs[:1] if in_one_pass and effective else pairs
     if refused := incompatibilities(resolve(with_batch(variant.spec, *pairs[0]), capability_of(gpu))):
         return f"cannot work: {refused[0]}"  # for example a CUDA graph with gradient accumulation
     tried = [resolve(with_batch(variant.spec, *pair), capability_of(gpu)) for pair in pairs]  # sets CUDA graphs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.errors import SpecError
-from ftbench.estimate.gpus import gpus_named, probed
+from ftbench.estimate.gpus import ALL, gpus_named, probed
 from ftbench.estimate.memory.largest_batch import MOST_BATCH, MemoryCache
 from ftbench.estimate.recommend.ranking import (
     Goal,
@@ -32,6 +32,7 @@ from ftbench.store import machine
 
 ANY = "any"  # value of --effective-batch that allows any number of samples per step
 _USUAL_BATCH = 16  # samples per step if the user gave a model and no spec
+_BATCH_KEYS = ("train.batch_size=", "train.gradient_accumulation_steps=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def command_of(request: RecommendRequest, recommendation: Recommendation) -> str
 def _gpus(text: str | None) -> list[Gpu]:
     """Return the GPUs that `--gpu` names, or this machine's GPU. Raise SpecError if a GPU is not in the table."""
     if text is not None:
-        return gpus_named(text)
+        return [gpu for gpu in gpus_named(text) if text != ALL or gpu.compute_capability]  # no training on AMD
     if (gpu := limited_gpu(machine.gpu())) is None:
         raise SpecError("this machine has no known GPU: name one with --gpu (`ftbench list gpus`), or --gpu all")
     return [gpu]
@@ -123,7 +124,8 @@ def _effective(request: RecommendRequest, spec: Experiment, history: RunHistory)
     if batch == ANY:
         return None
     if batch is None:
-        return _USUAL_BATCH if names_model(request.spec) else max(1, round(samples_per_step(spec, history)))
+        given = not names_model(request.spec) or any(change.startswith(_BATCH_KEYS) for change in request.sets)
+        return max(1, round(samples_per_step(spec, history))) if given else _USUAL_BATCH
     if not (batch.isdecimal() and len(batch) < 10 and 1 <= int(batch) <= MOST_BATCH):
         raise SpecError(f"--effective-batch {shortened(batch)}: samples per step, from 1 to {MOST_BATCH:,}, or {ANY}")
     return int(batch)

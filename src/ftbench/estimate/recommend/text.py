@@ -9,7 +9,7 @@ from ftbench.core import units
 from ftbench.core.table import folded, folded_command, text_table
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
 from ftbench.estimate.recommend.spec_file import spec_file, spec_values, variant_words
-from ftbench.estimate.text import AMD, LAUNCH_BOUND, LIMITS, host_memory
+from ftbench.estimate.text import AMD, GENERATED, LAUNCH_BOUND, LIMITS, host_memory
 from ftbench.spec.experiment import Experiment
 
 FP8 = "fp8 multiplies in 8 bits: check with `ftbench parity` that the recipe learns the same"
@@ -98,6 +98,7 @@ def _notes(answer: Recommendation) -> list[str]:
     """Return the notes below the table, for example about the deadline and about sample lengths."""
     best, goal, per_gpu = answer.options[0], answer.goal, answer.best_per_gpu()
     lines = [f"basis of the time: {best.duration.confidence}", *host_memory(best.memory), *_other_lengths(answer)]
+    lines += [GENERATED] if goal.spec.dataset.is_generated and best.gpu.compute_capability else []
     lines += [AMD] if best.gpu.compute_capability is None else []
     lines += [LAUNCH_BOUND] if any(option.duration.bound == "host" for option in per_gpu) else []
     if without := [gpu.name for gpu in goal.gpus if gpu not in {option.gpu for option in per_gpu}]:

@@ -169,7 +169,7 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
     With `pairs`, count both sequences of a row. With `prompts`, count only the questions. Raise FtbenchError if the
     file cannot be read."""
     from ftbench.core.data_files import read_file  # imported late: most estimates read no file
-    from ftbench.spec.datasets import row_example, row_format  # rarely needed
+    from ftbench.spec.datasets import check_images, row_example, row_format  # rarely needed
 
     path = Path(dataset.path or SAMPLE)
     try:
@@ -177,6 +177,7 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
         form = row_format(dataset, rows[0], rows.where(0), pairs)
         counted = range(0, len(rows), -(-len(rows) // MOST_SAMPLES))
         examples = [row_example(dataset, rows[at], form, rows.where(at)) for at in counted]
+        check_images(dataset, model, examples)
         most_bytes = max(_bytes_held(rows[at]) for at in range(len(rows)))
     except FtbenchError as error:
         if path.exists():

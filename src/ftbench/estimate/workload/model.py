@@ -9,7 +9,7 @@ from ftbench.core.flops import MatmulShape, VisionMatmulShape
 from ftbench.errors import SpecError
 from ftbench.estimate.workload.plan import TrainingPlan, targets
 from ftbench.estimate.workload.sharding import Sharding, rank_model, sharding_of
-from ftbench.facts import architectures
+from ftbench.facts import architecture, architectures
 from ftbench.families import UnknownFamilyError, describe
 from ftbench.families.shape import Layer, ModelShape
 from ftbench.families.vision import VisionShape
@@ -62,7 +62,7 @@ def shape_of(model: Model) -> ModelShape:
     """Return the shape of a model from `model.path` or the shipped facts.
 
     Raise SpecError if the model is unknown, or if its config.json is invalid."""
-    if not model.path and model.id in architectures():
+    if not model.path and architecture(model.id):
         return _known(model.id)
     if not model.path:
         folder = f" (write a folder as `model: {{path: {model.id}}}`)" if model.id.startswith((".", "/", "~")) else ""
@@ -84,7 +84,7 @@ def shape_of(model: Model) -> ModelShape:
 
 @cache
 def _known(name: str) -> ModelShape:
-    return describe(architectures()[name])
+    return describe(architecture(name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 from ftbench.core.rows import RunSummary
 from ftbench.errors import SpecError
 from ftbench.report.data.facts import flat
+from ftbench.spec.base import shortened
 from ftbench.spec.methods import METHODS
 from ftbench.store.rundir import RunDir, read_json, require_runs
 from ftbench.store.summary import SHARED, as_dict, read_summary
@@ -152,12 +153,11 @@ def state_of(record: Mapping[str, Any]) -> str:
     reason = record.get("reason")
     if record["state"] == "ok" or not isinstance(reason, str):
         return str(record["state"]) + (", contended" if record.get("contention.contended") else "")
-    short = reason if len(reason) <= _SHORT_REASON else reason[: _SHORT_REASON - 1] + "…"
-    return f"{record['state']}: {short}".replace("oom: out of memory", "oom")
+    return f"{record['state']}: {shortened(reason, _SHORT_REASON)}".replace("oom: out of memory", "oom")
 
 
 def long_reason(record: Mapping[str, Any]) -> str:
     """Return the full reason if `state_of` shortens it, or an empty string."""
     reason = record.get("reason")
-    shortened = isinstance(reason, str) and len(reason) > _SHORT_REASON and record["state"] != "ok"
-    return str(reason) if shortened else ""
+    is_cut = isinstance(reason, str) and len(reason) > _SHORT_REASON and record["state"] != "ok"
+    return str(reason) if is_cut else ""

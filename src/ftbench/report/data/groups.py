@@ -15,6 +15,7 @@ from ftbench.report.data.axes import FRAMEWORK, PREFIX, TRL, variant_of
 from ftbench.report.data.cells import DURATION, Cell, Run, gpu_of
 from ftbench.report.data.collect import Record, data_labels, known
 from ftbench.report.data.facts import CARD, COMMIT, CPU, IMPORTED, LIMIT, REWARD, machine_facts, spec_facts
+from ftbench.spec.base import shortened
 from ftbench.store.rundir import RunDir
 
 DATA = "dataset.hash"  # hash of the training tokens
@@ -172,8 +173,7 @@ def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
 
 def short_value(text: str) -> str:
     """Shorten a value for a table: remove the brackets of lists and cut long texts."""
-    text = text.translate(_LIST_MARKS)
-    return text if len(text) <= _MAX_LETTERS else text[: _MAX_LETTERS - 1] + "…"
+    return shortened(text.translate(_LIST_MARKS), _MAX_LETTERS)
 
 
 def cell_names(cells: Sequence[Cell]) -> list[str]:

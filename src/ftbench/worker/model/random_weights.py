@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from ftbench.errors import MissingError, SpecError
-from ftbench.facts import architectures
+from ftbench.facts import architecture
 from ftbench.spec.experiment import Model
 from ftbench.spec.reading import read_config
 from ftbench.store.machine import cache_dir, cache_error
@@ -86,7 +86,7 @@ def _make(folder: Path, config: Any, model: Model, layout: str | None, weights: 
 
 def _shape(model: Model) -> dict[str, Any]:
     """Return the model's configuration as a dictionary, from ftbench's table or the user's config.json."""
-    return read_config(Path(model.path)) if model.path else architectures()[model.id]
+    return read_config(Path(model.path)) if model.path else architecture(model.id)
 
 
 def configuration(model: Model) -> Any:
