@@ -490,7 +490,7 @@ def test_verdicts_compare_with_the_memory_of_a_process(high: float, verdict: str
 def test_the_text_has_the_heaviest_and_the_largest_batch(file: Path) -> None:
     sets = ["dataset.samples=100", "dataset.length=512", "train.batch_size=4"]
     text = estimate(EstimateRequest(file, sets, gpu="H200 SXM")).text
-    assert "largest batch of the run: 4 x 512 tokens" in text
+    assert "largest batch in this data: 4 x 512 tokens" in text
     assert re.search(r"\nbatch +largest that fits: \d+", text)
 
 

@@ -162,7 +162,7 @@ def as_text(document: Mapping[str, Any]) -> str:
         lines.append(f"truncated at max_length {longest}: {beyond} of the samples, {cut} of the tokens{mean}")
         if document["answers_cut"]:
             lines.append(f"a training skips about {skipped} of the samples, because their answer is beyond max_length")
-        packing = f"; packing computes {gain:.2f} times fewer (optimizations.packing)" if gain and gain > 1 else ""
+        packing = f"; optimizations.packing computes {gain:.2f} times fewer positions" if gain and gain > 1 else ""
         lines.append(f"{padding} at batch {size}{packing}")
     lines = [*map(folded, lines), *(["", "samples, without the model's chat template:"] if document["samples"] else [])]
     for sample in document["samples"]:

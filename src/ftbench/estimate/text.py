@@ -130,7 +130,7 @@ def _memory_details(memory: MemoryEstimate) -> str:
     tiers = [(tier, *map(gibibytes, astuple(getattr(memory, tier)))) for tier in ("allocated", "reserved", "device")]
     lines = [
         text_table(["GiB", ">low", ">expected", ">high"], tiers), "",
-        folded(f"largest batch of the run: {count} x {length:,} tokens with padding ({memory.basis})"),
+        folded(f"largest batch in this data: {count} x {length:,} tokens with padding ({memory.basis})"),
         *([f"stages: {', '.join(map(gibibytes, memory.stages))} GiB; the largest:"] if memory.stages else []),
         f"peak: {memory.peak_phase}, mostly {memory.peak_term}", _bars(memory.parts),
         *host_memory(memory),
