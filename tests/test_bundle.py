@@ -155,6 +155,19 @@ def test_running_run_is_skipped_and_named(runs, tmp_path):
         bundle.make([going.path], tmp_path / "y.tar.zst")
 
 
+def test_folder_that_cannot_be_read_is_named(runs, tmp_path, monkeypatch):
+    locked, scandir = str(runs / "study" / "lora-b4-r1"), os.scandir
+
+    def scanned(path):  # root can read every folder
+        if str(path) == locked:
+            raise PermissionError(13, "Permission denied", locked)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    with pytest.raises(SpecError, match=f"^{locked}: cannot be read"):
+        bundle.make([runs], tmp_path / "x.tar.zst")
+
+
 @pytest.mark.parametrize("name", ["nowhere", "empty", "file"])
 def test_folder_without_runs_is_an_error(tmp_path, name):
     (tmp_path / "empty").mkdir()

@@ -64,7 +64,7 @@ QUESTIONS = {
         r"\ntraining +200 samples in [\d.]+ s \(90 %: .* to .*\)"),
     "Which method and batch for 20,000 samples of 600 tokens?": (
         "recommend Qwen/Qwen3-8B --gpu 4090 --samples 20000 --length 600",
-        r"\nRTX 4090 +(\w+: .*?)  +(\d[\d x]*)  .*(\n.*){0,3}\n\nBest: \1, batch \2, on RTX 4090: "),
+        r"\nRTX 4090 +(\w+: .*?)  +(\d[\d x]*)  .*(\n.*){0,3}\n\nBest: \1, batch \2 \(17 samples per step\), on RTX"),
     "Which of two cards is faster, and what does each cost?": (
         "recommend Qwen/Qwen3-8B --gpu 5090,4090 --samples 20000 --length 600 --prices PRICES",
         r"\nRTX 5090 .* [\d.]+ USD .*\nRTX 4090 .* [\d.]+ USD "),
@@ -99,7 +99,7 @@ def test_the_answer_is_in_the_first_ten_lines_without_yaml(ftbench, tmp_path, mo
     if command.startswith("init"):
         lines = (tmp_path / "run.yaml").read_text().splitlines()
         assert len(lines) <= 20
-        assert sum("# " in line for line in lines) > 5
+        assert sum("# " in line for line in lines) >= 5
         assert load(tmp_path / "run.yaml").dataset.path == str(tmp_path / "data.jsonl")
 
 

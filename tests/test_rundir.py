@@ -208,6 +208,12 @@ def test_invalid_state_is_an_error(run, content, reason):
     assert state["reason"].startswith(reason)
 
 
+def test_the_folder_of_a_disk_for_lost_files_is_no_run(tmp_path):
+    (tmp_path / "lost+found" / "x").mkdir(parents=True)
+    (tmp_path / "lost+found" / "x" / "state.json").write_text("{}")
+    assert find_runs(tmp_path) == []
+
+
 def test_find_runs_below_a_folder(tmp_path):
     for slug in ("b", "a"):
         for _ in range(2):

@@ -39,7 +39,9 @@ def test_a_variant_has_the_shape_of_its_base(variant, name):
     assert architecture(variant) == architectures()[name]
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-9B-Instruct", "other/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B-Instruction"])
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-9B-Instruct", "Qwen/Qwen3-VL-8B", "other/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B-Instruction"]
+)
 def test_other_names_are_unknown(name):
     assert architecture(name) == {}
 

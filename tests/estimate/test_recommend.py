@@ -194,6 +194,44 @@ def test_full_training_of_8b_fits_a_small_card_with_a_recipe(ftbench):
     assert {(option["batch_size"], option["gradient_accumulation_steps"]) for option in options} == {(16, 1)}
 
 
+def test_shorter_samples_do_not_take_longer(ftbench):
+    """Packed rows hold about 16 samples, not exactly 16. Two rows always hold at most 25 % more or less."""
+    times = []
+    for length in (300, 450, 600):
+        asked = ("--length", length, "--gpu", "H100 SXM5", "--samples", 20000)
+        best = json.loads(ftbench("recommend", "Qwen/Qwen3-8B", *asked, "--json")[1])["options"][0]
+        assert best["optimizations"]["packing"]
+        times.append(best["seconds"]["expected"])
+    assert times == sorted(times)
+
+
+def test_the_best_by_energy_is_shown_with_its_energy(ftbench):
+    asked = ("--length", 600, "--gpu", "H200 SXM,RTX 5090", "--samples", 20000, "--goal", "energy")
+    out = ftbench("recommend", "Qwen/Qwen3-8B", *asked)[1]
+    rows = [float(number) for number in re.findall(r"^(?:H200|RTX).* ([\d.]+) kWh ", out, re.MULTILINE)]
+    assert len(rows) == 2
+    assert rows == sorted(rows)
+    assert re.search(rf"Best: .* {rows[0]} kWh, ", " ".join(out.split()))
+
+
+def test_a_batch_that_does_not_fit_in_one_pass_names_the_option(ftbench):
+    asked = ("--length", 6000, "--gpu", "4090", "--samples", 5000, "--method", "full")
+    out = ftbench("recommend", "Qwen/Qwen3-8B", *asked)[1]
+    assert "cannot train 16 samples in one batch or accumulate gradients: lower --effective-batch" in " ".join(
+        out.split()
+    )
+    options = json.loads(ftbench("recommend", "Qwen/Qwen3-8B", *asked, "--effective-batch", 2, "--json")[1])["options"]
+    assert [option["batch_size"] for option in options] == [2]
+
+
+def test_a_command_for_all_samples_has_no_number_of_steps(ftbench):
+    """The spec has 80 steps. `off` is no number."""
+    config = ROOT / "configs" / "llava-next.yaml"
+    out = ftbench("recommend", config, "--gpu", "H200 SXM", "--samples", 20000, "--set", "dataset.samples=20000")[1]
+    assert typed_spec(printed_command(out)).train.max_steps in (None, 20000 // 4)
+    assert "max_steps=off" not in out
+
+
 @pytest.mark.usefixtures("few_ways")
 def test_all_gpus_are_those_on_which_ftbench_trains(ftbench):
     asked = ("--length", 200, "--gpu", "all", "--samples", 5000)
@@ -479,7 +517,8 @@ def test_all_shipped_configs_on_many_cards_have_one_answer(monkeypatch, tmp_path
         cells = [cell.strip() for cell in row if cell.strip()]
         location, way, batch, seconds = cells[:4]
         assert location == best.location, path
-        assert f"Best: {way}, batch {batch}, on {location}: {seconds} (" in text, path
+        step = f" ({best.duration.samples:.0f} samples per step)" if best.spec.optimizations.packing else ""
+        assert f"Best: {way}, batch {batch}{step}, on {location}: {seconds} (" in " ".join(text.split()), path
         (tmp_path / "best.yaml").write_text(as_yaml(answer))
         written, typed = load(tmp_path / "best.yaml"), typed_spec(printed_command(text))
         assert written == as_runnable(best, answer.goal).model_copy(update={"name": "best"}), path

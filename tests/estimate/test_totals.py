@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from ftbench.core.hardware import gpus
+from ftbench.estimate.recommend.ranking import samples_per_step
 from ftbench.estimate.time import duration
-from ftbench.estimate.time.history import timed_runs
+from ftbench.estimate.time.history import RunHistory, timed_runs
+from ftbench.spec.load import load
 from ftbench.spec.prices import hourly_costs, load_prices
 from ftbench.store.rundir import find_runs, read_json
 
@@ -93,7 +96,9 @@ def test_the_settings_that_fit_are_for_the_gpu_with_the_most_room(ftbench: Ftben
     assert {row["verdict"] for row in rows.values()} == {"does not fit"}
     assert "nearest" not in rows["RTX 4090"]
     needed = rows["H100 SXM5"]["nearest"]["device_gb"]["expected"]
-    assert f"fit take {needed:.1f} of 79.6 GiB on H100 SXM5:" in ftbench(*asked)[1]
+    text = " ".join(ftbench(*asked)[1].split())
+    found = re.search(rf"fit take {needed:.1f} of 79\.6 GiB on H100 SXM5, with (\d+) samples per step:", text)
+    assert int(found[1]) == pytest.approx(samples_per_step(load(spec, [*changes]), RunHistory()), rel=0.25)
 
 
 def test_options_reach_the_estimate(ftbench: Ftbench, tmp_path: Path) -> None:

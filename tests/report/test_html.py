@@ -154,8 +154,7 @@ def test_bars_link_to_their_runs(tmp_path):
 
 @pytest.mark.parametrize("learned", [True, False])
 def test_loss_is_drawn_only_if_a_model_learned(tmp_path, learned):
-    rows = made_steps(loss=lambda step: 3.0 - step / 20 if learned else 12.7 + 0.05 * (step % 3))
-    make_run(tmp_path, "a", rows)
+    make_run(tmp_path, "a", made_steps(loss=lambda step: 3.0 - step / 20 if learned else 12.7 + 0.05 * (step % 3)))
     text = report(Request([tmp_path], "html")).text
     assert ('<path class="line"' in text) is learned
 

@@ -93,10 +93,6 @@ def duration(text: str, others: str = "") -> float:
     return seconds
 
 
-def _interval(text: str) -> float:
-    return 0.0 if text == "off" else duration(text, ", or off")
-
-
 Spec = Annotated[
     Path, typer.Argument(help="a model (Qwen/Qwen3-8B, or a local folder), or a YAML file that describes the training")
 ]
@@ -118,7 +114,8 @@ Wide = Annotated[
     of(OUTPUT, "print all columns, whatever the terminal's width", "--wide", callback=_set_width, is_eager=True),
 ]  # fmt: skip
 LogEvery = Annotated[
-    Any, of(OUTPUT, "interval of progress lines if stderr is not a terminal, or off", metavar="60s", parser=_interval)
+    Any, of(OUTPUT, "interval of progress lines if stderr is not a terminal, or off", metavar="60s",
+            parser=lambda text: 0.0 if text == "off" else duration(text, ", or off"))
 ]  # fmt: skip
 Yes = Annotated[bool, of(OUTPUT, "start without asking, even if the run is likely to fail", "--yes")]
 Json = Annotated[bool, of(OUTPUT, "print one JSON document", "--json")]

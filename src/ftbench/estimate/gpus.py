@@ -88,7 +88,9 @@ def gpu_named(name: str) -> Gpu:
         several = ", ".join(f"{gpu.name} ({gpu.memory_gb:g} GB)" for gpu in similar)
         raise SpecError(f'--gpu {name}: matches several GPUs: {several}; name one, such as --gpu "{similar[0].name}"')
     meant = nearest(name, [gpu.name for gpu in gpus()], 0.8)  # 3060 is not B300
-    raise SpecError(f"--gpu {name}: not in the table{meant or '; name one of `ftbench list gpus`, or measure there'}")
+    raise SpecError(
+        f"--gpu {name}: not in the table{meant or '; name one of `ftbench list gpus`, or run ftbench on it'}"
+    )
 
 
 def gpus_called(text: str) -> list[Gpu]:

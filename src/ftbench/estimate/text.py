@@ -19,8 +19,8 @@ from ftbench.spec.prices import Amount, Prices, amount
 _Z = 1.645  # 95 % quantile of the standard normal distribution, which is the upper end of a 90 % range
 _BAR = 32  # characters of the longest bar
 LIMITS = {"host": "launch-bound", "images": "image loading"}  # text for each bottleneck except the GPU
-GENERATED = "this command trains on random tokens: give your samples with --dataset FILE, and save the weights with \
---set measure.save_adapter=on"
+_OTHERS = "`ftbench recommend` finds the best settings for each GPU."
+GENERATED = "this command trains on generated samples: for a real training, give yours with --dataset FILE"
 AMD = "ftbench cannot train on AMD GPUs, so the command only estimates"
 LAUNCH_BOUND = "launch-bound: the CPU starts kernels too slowly, so a faster GPU gains little"
 
@@ -88,12 +88,12 @@ def _fitting(rows: Sequence[GpuEstimate]) -> str:
     fit = [row for row in rows if row.memory.verdict == VERDICTS[0]]
     if not fit:
         verb = "does" if all(row.memory.verdict == VERDICTS[-1] for row in rows) else "may"
-        return folded(f"It {verb} not fit any of these {len(rows)} GPUs.")
+        return folded(f"It {verb} not fit any of these {len(rows)} GPUs. {_OTHERS}")
     text = f"It fits {len(fit)} of {len(rows)} GPUs. The smallest is {min(fit, key=lambda row: row.memory.total).name}"
     if timed := [(row.time.step_s.expected, row.name) for row in fit if row.time]:
         seconds, name = min(timed)
         text += f", the fastest {name} ({units.seconds(seconds)} per step)"
-    return folded(f"{text}.")
+    return folded(f"{text}. {_OTHERS}")
 
 
 def _summary(spec: Experiment, row: GpuEstimate, scope: Scope) -> str:
@@ -133,14 +133,9 @@ def _memory_details(memory: MemoryEstimate) -> str:
         folded(f"largest batch in this data: {count} x {length:,} tokens with padding ({memory.basis})"),
         *([f"stages: {', '.join(map(gibibytes, memory.stages))} GiB; the largest:"] if memory.stages else []),
         f"peak: {memory.peak_phase}, mostly {memory.peak_term}", _bars(memory.parts),
-        *host_memory(memory),
+        *([f"host memory: about {gibibytes(memory.host)} GiB"] if memory.host > HOST else []),
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def host_memory(memory: MemoryEstimate) -> list[str]:
-    """Return a line with the host memory of offloaded tensors in GiB, or [] if it is small."""
-    return [f"host memory: about {gibibytes(memory.host)} GiB"] if memory.host > HOST else []
 
 
 def _largest(spec: Experiment, largest: int | None) -> str:
@@ -188,7 +183,8 @@ def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
     ]
     notes.append("GiB: device memory, as nvidia-smi shows. For a process: the memory that CUDA gives one process" + (
         f", less {gibibytes(margin)} GiB for a display" if margin else ""))  # fmt: skip
-    notes += host_memory(max((row.memory for row in rows), key=lambda memory: memory.host))
+    if (host := max(row.memory.host for row in rows)) > HOST:
+        notes.append(f"host memory: about {gibibytes(host)} GiB")
     if MEASURED in (bases := {time.basis for time in known}) and len(bases) > 1:
         notes.append("Measured rows come from your runs, others from formulas. Ignore differences within the ranges.")
     if any(time.bound == "host" for time in known):

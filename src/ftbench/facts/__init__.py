@@ -32,11 +32,9 @@ def architectures() -> dict[str, dict[str, Any]]:
     return table
 
 
+@cache
 def architecture(name: str) -> dict[str, Any]:
     """Return the configuration of a model, or of a variant of the same shape by the same publisher. {} if unknown."""
-    return architectures().get(name) or _bases().get(_VARIANT.sub("", name), {})
-
-
-@cache
-def _bases() -> dict[str, dict[str, Any]]:
-    return {_VARIANT.sub("", name): config for name, config in architectures().items()}
+    table, (base, is_variant) = architectures(), _VARIANT.subn("", name)
+    similar = [each for each in table if is_variant and _VARIANT.sub("", each) == base]
+    return table.get(name) or (table[similar[0]] if similar else {})

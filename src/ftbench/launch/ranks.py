@@ -78,7 +78,9 @@ def main(path: str, count: int, nodes: int, node: int, command: Sequence[str]) -
         exit_like(max((code for code, _ in ended.values()), key=abs))
     patience = GRACE_S if any(code for code, _ in ended.values()) else SHARED_S
     ended |= _of_other_nodes(run, range(count, nodes * count), patience)
-    states = {rank: read_json(run.of_rank(rank).state) or _lost(rank // count) for rank in ended}
+    states = {rank: read_json(run.of_rank(rank).state) for rank in ended}
+    for rank in (rank for rank in ended if rank >= count and not states[rank]):
+        states[rank] = {"state": "error", "reason": f"its machine (node {rank // count}) was lost"}
     rank, code, details = _verdict(ended, states)
     write_json(run.state, read_json(run.state) | states[rank] | details)
     exit_like(code)
@@ -101,11 +103,6 @@ def _of_other_nodes(run: RunDir, ranks: range, patience: float) -> Ended:
         if None not in states.values() or time.monotonic() > end:
             return {rank: (int(state != "ok"), state == "interrupted") for rank, state in states.items()}
         time.sleep(0.1)
-
-
-def _lost(node: int) -> dict[str, Any]:
-    """Return the state of a rank that did not write a state, because its machine was lost."""
-    return {"state": "error", "reason": f"its machine (node {node}) was lost"} if node else {}
 
 
 def _wait(children: Mapping[int, subprocess.Popen[bytes]], signals_pipe: int) -> Ended:

@@ -25,8 +25,8 @@ def catalogue(what: str) -> str:
 
 
 def _models() -> Rows:
-    yield "`run` trains any model on the hub. `estimate` knows folders", "", ""
-    yield "and these models with variants such as -Instruct and -Base:", "", ""
+    yield "`run` trains any model on the hub or in a folder. `estimate`", "", ""
+    yield "needs a folder, one of these, or a variant such as -Instruct.", "", ""
     for name, config in architectures().items():
         yield name, config["model_type"], units.parameters(describe(config).total)
 

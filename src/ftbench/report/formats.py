@@ -101,10 +101,6 @@ def _terminal_lines(table: Table, footnote: str = "") -> str:
     return terminal(table, footnote).rstrip("\n") + "\n" * bool(footnote)
 
 
-def _markdown(report: Report) -> str:
-    return _text(report, markdown, "## {}\n", lambda text: f"{cell(text)}\n", "")
-
-
 def _csv(report: Report) -> str:
     """Return one table as CSV: the table of runs, or the first section with records after the answer."""
     others = (each.records for each in report.sections if each.records and not each.key.startswith(ANSWER))
@@ -152,5 +148,6 @@ def _html(report: Report) -> str:
 
 
 FORMATS: dict[str, Callable[[Report], str]] = {
-    "table": _terminal, "md": _markdown, "csv": _csv, "json": _json, "html": _html,
+    "table": _terminal, "csv": _csv, "json": _json, "html": _html,
+    "md": lambda report: _text(report, markdown, "## {}\n", lambda text: f"{cell(text)}\n", ""),
 }  # fmt: skip

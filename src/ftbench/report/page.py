@@ -21,7 +21,6 @@ from ftbench.report.document import ANSWER, Report, Section
 from ftbench.report.runs_table import FIGURES, FOOTNOTE, NUMBER, runs_table
 
 MOST_CURVES, MOST_POINTS = 6, 400
-_FALL = 0.98  # last loss / first loss; loss curves are drawn if at least one falls below this ratio
 # Characters that change the writing direction can make text misleading.
 _BIDI = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _BADGES = {"ok": "good", "oom": "bad", "error": "bad", "timeout": "bad"}
@@ -113,7 +112,7 @@ def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Seq
 
 
 def _curves(records: Sequence[Record]) -> Record | None:
-    """Return the loss curves of the fastest recipes, one curve per recipe and GPU. Return None if no loss fell.
+    """Return the loss curves of the fastest recipes, one curve per recipe and GPU. Return None if no loss fell by 2 %.
 
     `lines` has (name, SVG path) of each curve, in a square of 100 by 100 units. `steps` and `losses` are the lowest
     and the highest value of the axes."""
@@ -125,7 +124,7 @@ def _curves(records: Sequence[Record]) -> Record | None:
     steps = [steps_of(run) for _, run in chosen]
     points = [[(step, loss) for step, loss in zip(run.numbers, run.columns["loss"], strict=True) if loss is not None]
               for run in steps]  # fmt: skip
-    if not any(line and line[-1][1] < _FALL * line[0][1] for line in points):
+    if not any(line and line[-1][1] < 0.98 * line[0][1] for line in points):
         return None
     ends = [(min(values), max(values)) for values in zip(*(point for line in points for point in line), strict=True)]
     (first, last), (low, high) = (int(ends[0][0]), int(ends[0][1])), ends[1]

@@ -48,14 +48,11 @@ def _switch(value: Any) -> Any:
     return value
 
 
-def _word(value: Any) -> Any:
-    return ("on" if value else "off") if isinstance(value, bool) else value
-
-
 Int = Annotated[int, BeforeValidator(_number), Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Float = Annotated[float, BeforeValidator(_number)]
 Switch = Annotated[bool, BeforeValidator(_switch)]
-Word = BeforeValidator(_word)  # YAML reads `off` as false and `on` as true
+# YAML reads `off` as false and `on` as true.
+Word = BeforeValidator(lambda value: ("on" if value else "off") if isinstance(value, bool) else value)
 
 
 def nearest(word: str, words: Iterable[str], similarity: float = 0.6) -> str:

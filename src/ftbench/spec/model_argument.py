@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.errors import SpecError
-from ftbench.facts import architectures
+from ftbench.facts import architecture
 from ftbench.spec.datasets import FILES
 
 _SPECS = (".yaml", ".yml", ".json")
@@ -22,14 +22,14 @@ def names_model(path: Path) -> bool:
     """Return whether a command's argument is a model (`owner/name`, or a folder with config.json), not a spec file."""
     if path.suffix in _SPECS or os.path.isfile(path):
         return False
-    if str(path) in architectures() or os.path.isfile(path / "config.json"):
+    if architecture(str(path)) or os.path.isfile(path / "config.json"):
         return True
     return re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None and not path.parent.exists()
 
 
 def model_keys(path: Path) -> dict[str, Any]:
     """Return the keys of a spec that select this model."""
-    if os.path.isdir(path) and str(path) not in architectures():
+    if os.path.isdir(path) and not architecture(str(path)):
         return {"model": {"path": os.path.abspath(path)}}
     return {"model": {"id": str(path)}}
 

@@ -145,8 +145,6 @@ def _text(path: Path, most: int, missing: str = "") -> str:
         raise SpecError(f"{path}: a folder, not a file{missing}") from None
     except OSError as error:
         raise SpecError(f"{path}: {file_problem(error)}") from None
-    except ValueError:  # the path has a NUL character, or half of a surrogate pair
-        raise SpecError(f"{str(path)!r} cannot be the name of a file") from None
     if len(raw) > most:
         raise SpecError(f"{path}: too large: at most {most:,} bytes are allowed")
     try:

@@ -44,11 +44,6 @@ def _value(name: str, how: str, rows: Sequence[StepRow]) -> Any:
     return _loss(rows) if how == "loss" else _COMBINED[how](values)
 
 
-def _highest(values: list[float]) -> float:
-    """Return the highest value. If a value is NaN, return NaN."""
-    return next((value for value in values if math.isnan(value)), max(values))
-
-
 def _rows_per_group(rows: Sequence[StepRow]) -> list[StepRow]:
     """Return one row for each data-parallel group: the ranks with the same batch. The loss is the mean over the group.
 
@@ -81,7 +76,8 @@ def _all_reasons(throttles: Sequence[str | None]) -> str | None:
 
 
 _COMBINED: dict[str, Callable[[list[Any]], Any]] = {
-    "sum": sum, "shares": sum, "lowest": min, "highest": _highest, "mean": statistics.fmean,
+    "sum": sum, "shares": sum, "lowest": min, "mean": statistics.fmean,
+    "highest": lambda values: next((value for value in values if math.isnan(value)), max(values)),  # or NaN
 }  # fmt: skip
 _WITH_UNKNOWN: dict[str, Callable[[list[Any]], Any]] = {
     "first": lambda values: values[0], "none": lambda values: None, "all": _all_reasons,

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import signal
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -158,13 +157,10 @@ def _write_through(path: Path, text: str) -> None:
 
 
 def open_plain_file(path: Path, most: int) -> BufferedReader:
-    """Open a regular file of up to `most` bytes. Raise ValueError for other files, and OSError if opening fails."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
-    status = os.fstat(handle)
-    if stat.S_ISREG(status.st_mode) and status.st_size <= most:
-        return open(handle, "rb")
-    os.close(handle)
-    raise ValueError(f"not a regular file of at most {most >> 20} MiB")
+    """Open a file of up to `most` bytes. Raise ValueError for other files, and OSError if opening fails."""
+    if path.exists() and not (path.is_file() and path.stat().st_size <= most):
+        raise ValueError(f"not a regular file of at most {most >> 20} MiB")
+    return path.open("rb")
 
 
 def read_bytes(path: Path) -> bytes:
@@ -253,10 +249,15 @@ def now() -> str:
 
 
 def find_runs(path: Path) -> list[RunDir]:
-    """Return the run directories (with a state.json) at or below `path`, without folders that cannot be read."""
+    """Return the run directories (with a state.json) at or below `path`. Raise SpecError for unreadable folders."""
     runs: list[RunDir] = []
     seen = {str(parent) for parent in Path(os.path.realpath(path)).parents}  # a link to a parent is not followed
-    for folder, folders, files in os.walk(path, followlinks=True):
+
+    def on_error(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            raise SpecError(f"{error.filename}: cannot be read: change its permissions, or name other folders")
+
+    for folder, folders, files in os.walk(path, onerror=on_error, followlinks=True):
         if (real := os.path.realpath(folder)) in seen:
             folders.clear()
             continue
@@ -264,7 +265,7 @@ def find_runs(path: Path) -> list[RunDir]:
         if "state.json" in (*files, *folders):
             runs.append(RunDir(Path(folder)))
             folders.clear()
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "lost+found")  # of a disk
     return runs
 
 

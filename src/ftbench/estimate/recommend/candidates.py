@@ -71,7 +71,7 @@ def variants(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
 
 
 def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
-    """Yield the spec with the method, optimizations, optimizer and precision of each shipped recipe. If a recipe has
+    """Yield the spec with the method, optimizations and `train` settings of each shipped recipe. If a recipe has
     `triton_kernels: auto`, also yield it with ftbench's kernels, because auto is off on cards without measurements.
     Also yield recipes with `precision: auto`, because old cards lack bf16, and qlora with `compile: lean`, because it
     needs less memory.

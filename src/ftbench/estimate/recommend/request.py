@@ -32,7 +32,6 @@ from ftbench.store import machine
 
 ANY = "any"  # value of --effective-batch that allows any number of samples per step
 _USUAL_BATCH = 16  # samples per step if the user gave a model and no spec
-_BATCH_KEYS = ("train.batch_size=", "train.gradient_accumulation_steps=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +123,9 @@ def _effective(request: RecommendRequest, spec: Experiment, history: RunHistory)
     if batch == ANY:
         return None
     if batch is None:
-        given = not names_model(request.spec) or any(change.startswith(_BATCH_KEYS) for change in request.sets)
-        return max(1, round(samples_per_step(spec, history))) if given else _USUAL_BATCH
+        given = {"batch_size", "gradient_accumulation_steps"} & spec.train.model_fields_set
+        is_usual = names_model(request.spec) and not given
+        return _USUAL_BATCH if is_usual else max(1, round(samples_per_step(spec, history)))
     if not (batch.isdecimal() and len(batch) < 10 and 1 <= int(batch) <= MOST_BATCH):
         raise SpecError(f"--effective-batch {shortened(batch)}: samples per step, from 1 to {MOST_BATCH:,}, or {ANY}")
     return int(batch)

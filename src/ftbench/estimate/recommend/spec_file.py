@@ -145,5 +145,5 @@ def changed_keys(spec: Experiment, other: Experiment) -> list[str]:
     for section in ("train", "optimizations", "launch", "measure"):
         old, new = (getattr(each, section).model_dump(mode="json") for each in (spec, other))
         changed = {key: value for key, value in new.items() if value != old[key]}
-        sets += [f"{section}.{key}={'off' if value is None else as_text(value)}" for key, value in changed.items()]
+        sets += [f"{section}.{key}={as_text(value)}" for key, value in changed.items()]
     return sets

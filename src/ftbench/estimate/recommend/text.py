@@ -7,9 +7,10 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.table import folded, folded_command, text_table
+from ftbench.estimate.memory.estimate import HOST
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
 from ftbench.estimate.recommend.spec_file import spec_file, spec_values, variant_words
-from ftbench.estimate.text import AMD, GENERATED, LAUNCH_BOUND, LIMITS, host_memory
+from ftbench.estimate.text import AMD, GENERATED, LAUNCH_BOUND, LIMITS
 from ftbench.spec.experiment import Experiment
 
 FP8 = "fp8 multiplies in 8 bits: check with `ftbench parity` that the recipe learns the same"
@@ -23,7 +24,7 @@ def as_text(answer: Recommendation, command: str = "", every: bool = False) -> s
     lines = [folded(" · ".join(_question(goal))), ""]
     if answer.options:
         per_gpu = answer.best_per_gpu()
-        lines += [_table(answer.options if every else per_gpu, goal), "", folded(_answer(answer.options[0]))]
+        lines += [_table(answer.options if every else per_gpu, goal), "", folded(_answer(answer.options[0], goal))]
         lines += [folded_command(command)] if command else []
         lines += ["", *map(folded, _notes(answer))]
         if not every and (more := len(answer.options) - len(per_gpu)):
@@ -49,17 +50,36 @@ def _question(goal: Goal) -> list[str]:
     return [*parts, f"best by {goal.objective}"]
 
 
-def _answer(best: Option) -> str:
+def _answer(best: Option, goal: Goal) -> str:
+    step = f" ({best.duration.samples:.0f} samples per step)" if best.spec.optimizations.packing else ""
     cost = "" if best.cost is None else f", {best.cost} ({best.cost.way})"
+    memory = f"{units.gibibytes(best.memory.device.expected)} of {units.gibibytes(best.memory.total)} GiB"
+    parts = [f"{_range(best)}{cost}", _energy(best, goal), memory]
     return (
-        f"Best: {variant_words(best.spec)}, batch {_batch(best.spec)}, on {best.location}: {_range(best)}{cost}, "
-        f"{units.gibibytes(best.memory.device.expected)} of {units.gibibytes(best.memory.total)} GiB."
+        f"Best: {variant_words(best.spec)}, batch {_batch(best.spec)}{step}, on {best.location}: "
+        f"{', '.join(filter(None, parts))}."
     )
+
+
+def _energy(option: Option, goal: Goal) -> str:
+    return f"{option.joules.expected / units.JOULES_PER_KWH:.3g} kWh" if goal.objective == "energy" else ""
 
 
 def _table(options: Sequence[Option], goal: Goal) -> str:
     """Return a table with one row per variant. Empty columns, and columns beyond the terminal width, are hidden."""
-    headings = ["GPU", "recipe", ">batch", ">time", ">cost", ">GiB", "deadline", ">range", "known from", "limited by"]
+    headings = [
+        "GPU",
+        "recipe",
+        ">batch",
+        ">time",
+        ">cost",
+        ">energy",
+        ">GiB",
+        "deadline",
+        ">range",
+        "known from",
+        "limited by",
+    ]
     rows = [_row(option, goal) for option in options]
     kept = [at for at in range(len(headings)) if any(row[at] for row in rows)]
     return text_table([headings[at] for at in kept], [[row[at] for at in kept] for row in rows])
@@ -69,7 +89,8 @@ def _row(option: Option, goal: Goal) -> list[str]:
     seconds = option.seconds
     return [
         option.location, variant_words(option.spec), _batch(option.spec), units.seconds(seconds.expected),
-        str(option.cost or ("no price" if goal.prices else "")), units.gibibytes(option.memory.device.expected),
+        str(option.cost or ("no price" if goal.prices else "")), _energy(option, goal),
+        units.gibibytes(option.memory.device.expected),
         _deadline(option, goal), f"{units.seconds(seconds.low)} to {units.seconds(seconds.high)}",
         option.duration.basis, LIMITS.get(option.duration.bound, ""),
     ]  # fmt: skip
@@ -97,7 +118,10 @@ def _deadline(option: Option, goal: Goal) -> str:
 def _notes(answer: Recommendation) -> list[str]:
     """Return the notes below the table, for example about the deadline and about sample lengths."""
     best, goal, per_gpu = answer.options[0], answer.goal, answer.best_per_gpu()
-    lines = [f"basis of the time: {best.duration.confidence}", *host_memory(best.memory), *_other_lengths(answer)]
+    lines = [f"basis of the time: {best.duration.confidence}", *_other_lengths(answer)]
+    hosts = [(option.memory.host, option.location) for option in per_gpu if option.memory.host > HOST]
+    needed = units.listed([f"{units.gibibytes(size)} GiB on {where}" for size, where in hosts], 5)
+    lines += [f"host memory: about {needed}"] if hosts else []
     lines += [GENERATED] if goal.spec.dataset.is_generated and best.gpu.compute_capability else []
     lines += [AMD] if best.gpu.compute_capability is None else []
     lines += [LAUNCH_BOUND] if any(option.duration.bound == "host" for option in per_gpu) else []
@@ -115,6 +139,8 @@ def _notes(answer: Recommendation) -> list[str]:
     lines += [FP8] if any(option.spec.optimizations.fp8 != "off" for option in per_gpu) else []
     if len({option.spec.method.quantised for option in per_gpu} | {goal.spec.method.quantised}) > 1:
         lines.append("4-bit weights can change what the model learns: compare the loss before a long run")
+    if goal.spec.train.max_grad_norm and not best.spec.train.max_grad_norm:
+        lines.append("the best settings do not clip gradients: compare the loss before a long run")
     if goal.effective_batch is None:
         lines.append("rows train different numbers of samples per step and learn differently: use --effective-batch N")
     return lines

@@ -115,7 +115,8 @@ def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, bat
     work = {name: value for name, value in work.items() if value}
     work |= _moved(spec, plan, shape, batch, again)
     if plan.offload:
-        work["offload"] = 2 * _kept(shape) * batch.positions
+        saved = 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
+        work["offload"] = 2 * saved * batch.positions  # the inputs of norms and linear layers
     elif plan.checkpointing == "offload":
         stream = 4 if is_upcast(spec.method, shape.model) else 2
         work["offload.checkpoints"] = 2 * stream * shape.model.hidden * len(shape.model.layers) * batch.positions
@@ -244,11 +245,6 @@ def expert_bytes(layer: Layer) -> int:
         return 0
     row = (_BIASED_ROW if moe.biases else _EXPERT_ROW) * layer.hidden
     return moe.active * (row + (_CLAMPED_INNER * moe.inner if moe.clamped else 0))
-
-
-def _kept(shape: TrainableShape) -> float:
-    """Return the bytes per token that all layers save for the backward pass: the inputs of norms and linear layers."""
-    return 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
 
 
 def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: float) -> float:
