@@ -24,7 +24,7 @@ from ftbench.spec.incompatibilities import incompatibilities, machine_incompatib
 from ftbench.spec.prices import Amount, Prices, amount
 
 Objective = Literal["speed", "cost", "energy", "memory"]
-PACKED = 0.25  # with packing, the samples per step may differ by this share: 2 or more rows are always near enough
+PACKED = 1 / 3  # with packing, the samples per step may differ by this share: 2 or more rows are always near enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
     """Return how many rows each data-parallel rank must train per step, so that the step has the effective batch.
 
     Return None if any number is allowed, and 0 if no number works. With packing, the samples per step may differ from
-    the effective batch by 25 % (PACKED)."""
+    the effective batch by a third (PACKED)."""
     shares = smallest.launch.data_parallel_size
     if goal.effective_batch is None:
         return None
@@ -206,7 +206,7 @@ def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
         return 0 if goal.effective_batch % shares else goal.effective_batch // shares
     samples = samples_per_step(smallest, goal.history)
     rows = round(goal.effective_batch / samples)
-    return rows if abs(rows * samples / goal.effective_batch - 1) <= PACKED else 0
+    return rows if abs(rows * samples / goal.effective_batch - 1) <= PACKED + 1e-9 else 0
 
 
 def _option(spec: Experiment, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Option:

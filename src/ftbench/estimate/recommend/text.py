@@ -67,19 +67,8 @@ def _energy(option: Option, goal: Goal) -> str:
 
 def _table(options: Sequence[Option], goal: Goal) -> str:
     """Return a table with one row per variant. Empty columns, and columns beyond the terminal width, are hidden."""
-    headings = [
-        "GPU",
-        "recipe",
-        ">batch",
-        ">time",
-        ">cost",
-        ">energy",
-        ">GiB",
-        "deadline",
-        ">range",
-        "known from",
-        "limited by",
-    ]
+    headings = ["GPU", "recipe", ">batch", ">time", ">cost", ">energy", ">GiB", "deadline", ">range", "known from",
+                "limited by"]  # fmt: skip
     rows = [_row(option, goal) for option in options]
     kept = [at for at in range(len(headings)) if any(row[at] for row in rows)]
     return text_table([headings[at] for at in kept], [[row[at] for at in kept] for row in rows])

@@ -46,12 +46,8 @@ def share_of(launch: Launch, rank: int) -> int:
 def facts(spec: Experiment) -> dict[str, Any]:
     """Return the strategy, the number of ranks and of data-parallel shares, and the global batch size."""
     launch = spec.launch
-    return {
-        "strategy": launch.strategy,
-        "ranks": launch.gpus,
-        "shares": launch.data_parallel_size,
-        "global_batch": spec.global_batch,
-    }
+    sizes = {"ranks": launch.gpus, "shares": launch.data_parallel_size, "global_batch": spec.global_batch}
+    return {"strategy": launch.strategy, **sizes}
 
 
 def load(strategy: str) -> ModuleType:
