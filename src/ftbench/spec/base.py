@@ -58,9 +58,7 @@ Word = BeforeValidator(lambda value: ("on" if value else "off") if isinstance(va
 def nearest(word: str, words: Iterable[str], similarity: float = 0.6) -> str:
     """Return `; did you mean NAME?` with the most similar of `words`, or "" if none has at least this similarity."""
     by_letters = {unicodedata.normalize("NFKC", each).casefold(): each for each in words}
-    close = difflib.get_close_matches(
-        unicodedata.normalize("NFKC", word).casefold(), by_letters, n=1, cutoff=similarity
-    )
+    close = difflib.get_close_matches(unicodedata.normalize("NFKC", word).casefold(), by_letters, 1, similarity)
     return f"; did you mean {by_letters[close[0]]}?" if close else ""
 
 

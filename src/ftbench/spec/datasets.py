@@ -222,9 +222,8 @@ def check_file(dataset: Dataset, model: Model, pairs: bool = False, needed: int 
     except MissingError:  # the Parquet reader may be installed only on the training machine
         return
     format_name = row_format(dataset, rows[0], rows.where(0), pairs)
-    check_images(
-        dataset, model, (row_example(dataset, rows[at], format_name, rows.where(at)) for at in range(len(rows)))
-    )
+    examples = [row_example(dataset, rows[at], format_name, rows.where(at)) for at in range(len(rows))]
+    check_images(dataset, model, examples)
     if len(rows) < min(MOST_CHECKED, needed):
         raise DataError(too_few_rows(dataset, len(rows)))
 

@@ -84,15 +84,14 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
         name = method.get("name", spec.method.name)
         if name not in methods or name == "unsloth":
             continue
-        chosen, train, own = next(_of_method(spec, name)), dict(shipped["train"]), spec.train.precision
+        chosen, train, own = next(_of_method(spec, name)), shipped["train"], spec.train.precision
         on = shipped["optimizations"] | _for_images(spec)
         if on.get("image_cache") and not spec.dataset.may_have_images:
             continue  # a recipe for images
         on = {**on, **unpacked} if equal_lengths and on["packing"] and on["cuda_graph"] is not True else on
         changes: list[dict[str, Any]] = [{}, {"triton_kernels": True}] if on["triton_kernels"] == "auto" else [{}]
         changes += [{"compile": "lean", "triton_kernels": False}] if name == "qlora" and on["compile"] is True else []
-        recipes_own = train.pop("precision", own)
-        precisions = [recipes_own, own] if own == "auto" else [own]  # `variants` omits duplicates
+        precisions = [train.get("precision", own), own] if own == "auto" else [own]  # `variants` omits duplicates
         for change, precision in product(changes, precisions):
             yield spec.model_copy(
                 update={

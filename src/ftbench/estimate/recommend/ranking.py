@@ -139,11 +139,10 @@ def _best_batch(variant: Candidate, resolved: Experiment, gpu: Gpu, goal: Goal, 
     if not sizes:
         uncertain = cache.estimate(smallest, gpu).verdict == "uncertain"
         return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {_location(variant.spec, gpu)}"
+    sizes = sizes[:1] if in_one_pass and effective else sizes
     sizes = sizes if goal.objective == "memory" else sizes[:2]  # a larger batch is rarely slower
-    if in_one_pass and effective:
-        if sizes[0] != effective:
-            return f"cannot train {effective} samples in one batch or accumulate gradients: lower --effective-batch"
-        sizes = [effective]
+    if in_one_pass and effective and sizes[0] != effective:
+        return f"cannot train {effective} samples in one batch or accumulate gradients: lower --effective-batch"
     pairs = [(size, effective // size if effective else 1) for size in sizes]
     if refused := incompatibilities(resolve(with_batch(variant.spec, *pairs[0]), capability_of(gpu))):
         return f"cannot work: {refused[0]}"  # for example a CUDA graph with gradient accumulation
@@ -206,7 +205,7 @@ def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
         return 0 if goal.effective_batch % shares else goal.effective_batch // shares
     samples = samples_per_step(smallest, goal.history)
     rows = round(goal.effective_batch / samples)
-    return rows if abs(rows * samples / goal.effective_batch - 1) <= PACKED + 1e-9 else 0
+    return rows if abs(rows * samples / goal.effective_batch - 1) <= PACKED else 0
 
 
 def _option(spec: Experiment, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Option:
