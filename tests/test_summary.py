@@ -258,6 +258,12 @@ def test_energy_of_samples_is_from_the_steps_with_energy(run):
     assert found["mean_watts"] == pytest.approx(500.0)
 
 
+def test_a_counter_that_did_not_change_is_not_an_energy_of_zero(run):
+    """24 steps of a tiny model can end before the driver updates its counter."""
+    found = summarise(run(training(energy_j=[0.0] * 20, power_w=[500.0] * 20))).energy
+    assert (found["joules"], found["joules_per_1k_samples"], found["mean_watts"]) == (None, None, pytest.approx(500.0))
+
+
 def test_energy_counter_against_sampled_power(run):
     times = [2.0] * 22
     rows = training(times, energy_j=[1500.0] * 22, power_w=[600.0] * 22)

@@ -79,10 +79,11 @@ def _shape(config: dict[str, Any], key: str, kind: type[_Shape]) -> _Shape | Non
 def energy(steady: Sequence[StepRow], machine: dict[str, Any]) -> tuple[dict[str, float | None], list[str]]:
     """Return the energy figures of the GPUs (without the host), and a list of warnings.
 
-    `joules` comes from the driver's energy counters. `mean_watts` is the mean of power samples, weighted by step time.
-    If both sources differ by more than 10 %, the list contains a warning."""
+    `joules` comes from the driver's energy counters, and is None if they did not change, because the window was short.
+    `mean_watts` is the mean of power samples, weighted by step time. If both differ by more than 10 %, a warning is
+    returned."""
     counted = [row for row in steady if row.energy_j is not None]
-    joules = sum(row.energy_j or 0.0 for row in counted) if counted else None
+    joules = sum(row.energy_j or 0.0 for row in counted) or None
     samples = total(row.samples for row in counted)
     powered = [row for row in steady if row.power_w is not None]
     seconds = total(row.step_time_s for row in powered)
