@@ -108,7 +108,7 @@ def train(spec: str, path: Path, damage: str) -> float:
 
 
 @cache
-def pool(workers: int = 2) -> ProcessPoolExecutor:
+def pool(workers: int) -> ProcessPoolExecutor:
     """Return processes that train one run after the other."""
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -16,6 +16,7 @@ from pathlib import Path
 import grimp
 import pytest
 
+pytestmark = pytest.mark.xdist_group("test_architecture")  # so that one process parses the source
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "ftbench"
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULE_LINES, FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 300, 50, 8
@@ -34,12 +35,17 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
+@cache
+def nodes() -> list[tuple[Path, ast.AST]]:
+    """Return each node of the source with its module."""
+    return [(path, node) for path in FILES for node in ast.walk(tree_of(path))]
+
+
 def definitions(*kinds: type) -> Iterator[tuple[str, ast.AST]]:
     """Yield `module.py:name` and node of each definition."""
-    for path in FILES:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, kinds):
-                yield f"{path.relative_to(SOURCE)}:{node.name}", node
+    for path, node in nodes():
+        if isinstance(node, kinds):
+            yield f"{path.relative_to(SOURCE)}:{node.name}", node
 
 
 def lines(node: ast.AST) -> int:
@@ -89,13 +95,12 @@ def test_top_level_imports_are_declared_dependencies():
 
 def defined_names() -> Iterator[str]:
     """Yield `module.py:name` of each function, class, parameter and variable."""
-    for path in FILES:
-        for node in ast.walk(tree_of(path)):
-            name = getattr(node, "name", None) if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None
-            name = node.arg if isinstance(node, ast.arg) else name
-            name = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else name
-            if name:
-                yield f"{path.relative_to(SOURCE)}:{name.strip('_')}"
+    for path, node in nodes():
+        name = getattr(node, "name", None) if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None
+        name = node.arg if isinstance(node, ast.arg) else name
+        name = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else name
+        if name:
+            yield f"{path.relative_to(SOURCE)}:{name.strip('_')}"
 
 
 def test_names_are_not_pronouns():
@@ -103,19 +108,8 @@ def test_names_are_not_pronouns():
     assert pronouns == set()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_module_has_a_docstring(path):
-    assert path.stat().st_size == 0 or ast.get_docstring(tree_of(path))
-
-
-def python_scripts() -> Iterator[Path]:
-    for path in sorted((SOURCE.parents[1] / "scripts").rglob("*")):
-        if (
-            path.is_file()
-            and path.suffix != ".pyc"
-            and (path.suffix == ".py" or "python" in path.read_text("utf-8")[:60])
-        ):
-            yield path
+def test_modules_have_a_docstring():
+    assert [path for path in FILES if path.stat().st_size and not ast.get_docstring(tree_of(path))] == []
 
 
 def top_names(path: Path) -> set[str]:
@@ -128,9 +122,10 @@ def top_names(path: Path) -> set[str]:
     return below | named | imported | {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
 
 
-@pytest.mark.parametrize("path", [*python_scripts(), *Path(__file__).parent.rglob("*.py")], ids=lambda path: path.name)
-def test_imports_of_scripts_and_tests_exist(path):
-    for node in ast.walk(tree_of(path)):
+def test_imports_of_gpu_tests_exist():
+    """They are inside of functions, and no test without a GPU runs them."""
+    files = [*Path(__file__).parent.glob("gpu/*.py"), Path(__file__).with_name("compile_kernels.py")]
+    for node in (node for path in files for node in ast.walk(tree_of(path))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "ftbench":
             folder = SOURCE.joinpath(*node.module.split(".")[1:])
             module = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")

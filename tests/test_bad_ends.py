@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import signal
 import subprocess
-import sys
 
 import psutil
 import pytest
@@ -20,7 +19,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.store.steps import read_steps
 from ftbench.worker.data.prepare import prepare
-from ftbench.worker.outcome import Terminated, of_exception
+from ftbench.worker.outcome import of_exception
 from waiting import eventually, fill
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("cache")]
@@ -51,7 +50,7 @@ def assert_over(command: Command, code: int, state: str) -> None:
 # --- Ctrl-C and kill -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, False), (signal.SIGINT, 1)])
 def test_a_signal_during_training_keeps_the_finished_steps(tmp_path, number, processes):
     spec = write_spec(tmp_path, **ENDLESS, optimizations={"loader_processes": processes})
     with Command(spec, tmp_path / "out") as command:
@@ -109,7 +108,7 @@ def test_a_killed_training_process_is_an_error_that_names_the_signal(tmp_path):
     assert_kept(command, at_least=seen)
 
 
-def test_kill_9_of_ftbench_leaves_no_process_and_a_readable_run(tmp_path):
+def test_kill_9_of_ftbench_leaves_no_process_and_a_readable_run(tmp_path, ftbench):
     with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out") as command:
         command.wait_for_steps(20)
         seen = len(command.steps())
@@ -121,35 +120,34 @@ def test_kill_9_of_ftbench_leaves_no_process_and_a_readable_run(tmp_path):
         command.process.wait()
     assert command.state()["state"] == "running"
     assert rundir.read_state(command.run)["state"] == "interrupted"
-    report = subprocess.run(
-        [sys.executable, "-m", "ftbench", "report", str(command.run.path)], capture_output=True, text=True, check=True
-    )
-    assert "interrupted" in report.stdout
-    assert "ftbench was killed" in report.stdout
+    code, report, _ = ftbench("report", command.run.path)
+    assert code == 0
+    assert "interrupted" in report
+    assert "ftbench was killed" in report
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_timeout_is_a_separate_state(tmp_path):
-    with Command(write_spec(tmp_path, **ENDLESS, launch={"timeout_s": 2}), tmp_path / "out") as command:
+    with Command(write_spec(tmp_path, **ENDLESS, launch={"timeout_s": 1}), tmp_path / "out") as command:
         command.finish()
     assert_over(command, 1, "timeout")
-    assert "launch.timeout_s = 2 seconds" in command.state()["reason"]
+    assert "launch.timeout_s = 1 seconds" in command.state()["reason"]
 
 
 def allow_little_memory() -> None:
-    """Limit the addresses of this process and its run to 1.5 GiB more than it has."""
-    limit = psutil.Process().memory_info().vms + 3 * 2**29
+    """Limit the addresses of this process and its run to 768 MiB more than it has."""
+    limit = psutil.Process().memory_info().vms + 3 * 2**28
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def test_running_out_of_host_memory_is_a_result(tmp_path):
-    """The limit is enough for a small run, but not for 250,000 tokens."""
+    """The limit is enough for a small run, but not for 100,000 tokens."""
     spec = write_spec(
         tmp_path,
-        dataset={"name": "synthetic", "samples": 256, "length": 1024},
-        train={"batch_size": 256, "max_steps": 1},
+        dataset={"name": "synthetic", "samples": 96, "length": 1024},
+        train={"batch_size": 96, "max_steps": 1},
     )
     with Command(spec, tmp_path / "out", before=allow_little_memory) as command:
         command.finish()
@@ -180,17 +178,13 @@ def test_a_full_disk_ends_the_run_with_an_error_message(tmp_path, small_disk):
     assert command.summary()["steps"]["total"] == len(command.steps())
 
 
-def test_a_nearly_full_or_read_only_disk_is_refused_at_the_start(tmp_path, small_disk):
+def test_a_nearly_full_or_read_only_disk_is_refused_at_the_start(tmp_path, small_disk, ftbench):
     (small_disk / "filler").write_bytes(b"\0" * 20 * 2**20)
-    with Command(write_spec(tmp_path), small_disk / "out") as command:
-        command.finish()
-    assert (command.code, command.stdout) == (3, "")
-    assert command.stderr == f"ftbench: {small_disk}: only 20 MiB free; free some, or write elsewhere with --out\n"
+    command = ("run", write_spec(tmp_path), "--out", small_disk / "out")
+    few = f"ftbench: {small_disk}: only 20 MiB free; free some, or write elsewhere with --out\n"
+    assert ftbench(*command) == (3, "", few)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with Command(write_spec(tmp_path), small_disk / "out") as command:
-        command.finish()
-    assert (command.code, command.stdout) == (3, "")
-    assert command.stderr == f"ftbench: {small_disk}: cannot be written; choose another place with --out\n"
+    assert ftbench(*command) == (3, "", f"ftbench: {small_disk}: cannot be written; choose another place with --out\n")
 
 
 # --- bad data --------------------------------------------------------------------------------------------------------
@@ -240,7 +234,6 @@ def real(message: str) -> BaseException:
     ("error", "kind", "asked"),
     [
         (real("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of"), "allocator", 2 * 2**30),
-        (real("CUDA out of memory."), "allocator", None),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."),
          "host", 4096),
         (RuntimeError("CUDA error: out of memory"), "driver", None),
@@ -266,11 +259,4 @@ def test_torch_errors_for_host_memory_are_recognized():
 def test_user_errors_keep_message_and_exit_code(error):
     assert of_exception(error, "load", None) == {
         "state": "error", "reason": str(error), "exit_code": error.exit_code,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("error", [Terminated(), KeyboardInterrupt()])
-def test_a_signal_is_an_interruption(error):
-    assert of_exception(error, "prepare_data", None) == {
-        "state": "interrupted", "reason": "interrupted during prepare_data", "phase": "prepare_data", "step": None,
     }  # fmt: skip

@@ -134,7 +134,6 @@ def test_a_free_gpu_with_default_settings_is_ok():
         ("memory", machine(kernel="5.15.167-microsoft-standard-WSL2"), "warn", "Prefer No Sysmem Fallback"),
         ("other processes", machine(gpu={"foreign_processes": 2}), "warn", "2 other processes"),
         ("other processes", machine(gpu={"memory_used_before_gb": 8.0}), "warn", "8.0 GiB in use: stop"),
-        ("other processes", machine(gpu={"foreign_processes": None, "memory_used_before_gb": None}), "n/a", "report"),
     ],
 )  # fmt: skip
 def test_unusual_settings_of_a_gpu_are_named(name, facts_of, verdict, fragment):
@@ -177,7 +176,6 @@ def test_variables_that_change_measurements_are_named(tmp_path, environment, nam
     ("error", "fragment"),
     [
         (None, ""), (urllib.error.HTTPError("u", 404, "", {}, None), ""),
-        (urllib.error.HTTPError("u", 403, "", {}, None), "HTTP 403"),
         (urllib.error.URLError("Name or service not known"), "Name or service not known"),
         (ValueError("unknown url type"), "unknown url type"),
     ],
@@ -193,6 +191,11 @@ def test_the_reason_is_given_if_the_hub_does_not_answer(monkeypatch, error, frag
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     verdict, text = launch_checks.reach({"HF_ENDPOINT": "https://mirror.example/"})
     assert (verdict, fragment in text) == ("warn" if fragment else "ok", True)
+
+
+def test_a_wrong_port_of_the_hub_is_the_reason():
+    verdict, text = launch_checks.reach({"HF_ENDPOINT": "https://mirror.example:abc"})
+    assert (verdict, "nonnumeric port" in text) == ("warn", True)
 
 
 def test_the_hub_check_has_a_time_limit(monkeypatch):
@@ -252,7 +255,6 @@ def test_doctor_reports_that_a_spec_can_run(doctor, tmp_path):
         ({"optimizations": {"attention": "flash_attention_2"}}, machine(), "ok", "flash-attn is not installed"),
         ({"model": {"id": "Qwen/Qwen3-8B"}}, machine(), "warn", "Qwen/Qwen3-8B is not in the cache"),
         ({"dataset": {"name": "alpaca"}}, machine(), "n/a", "tatsu-lab/alpaca is not in the cache"),
-        ({"dataset": {"name": "file", "path": "none.jsonl"}}, machine(), "ok", "no such file"),
     ],
 )
 def test_a_spec_that_cannot_run_gives_exit_code_3_and_the_reason(
@@ -283,13 +285,6 @@ def test_a_run_needs_a_writable_disk_and_a_working_torch(doctor, tmp_path):
     (tmp_path / "file").write_text("")
     code, out, _ = doctor(spec, "--out", tmp_path / "file" / "runs")
     assert (code, "the spec cannot run here" in out) == (3, True)
-
-
-@pytest.mark.parametrize("module", ["ftbench.doctor.diagnosis", "ftbench.doctor.probe"])
-def test_no_training_library_is_imported(module):
-    code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'pandas'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 def test_doctor_runs_on_this_machine(tmp_path):

@@ -56,6 +56,20 @@ def test_line_per_step_gives_step_times_and_rates(tmp_path):
     assert [row.step for row in read_steps(run.steps)[0]] == list(range(1, 31))
 
 
+def test_rounded_times_give_the_mean_step_time(tmp_path):
+    """With whole seconds, two steps of 0.5 s have the same time."""
+    found = imported(write_csv(tmp_path / "log.csv", [(step, step // 2) for step in range(1, 41)]), tmp_path / "out")[1]
+    assert found["step_time_s"]["median"] == pytest.approx(0.5)
+    assert found["samples_per_hour"] == pytest.approx(4 / 0.5 * 3600, rel=0.01)
+
+
+def test_a_last_line_without_a_line_break_counts(tmp_path):
+    path = write_csv(tmp_path / "log.csv", [(step, 0.5 * step) for step in range(1, 31)])
+    path.write_bytes(path.read_bytes().rstrip())
+    run, _ = imported(path, tmp_path / "out")
+    assert [row.step for row in read_steps(run.steps)[0]] == list(range(1, 31))
+
+
 def test_byte_order_mark_is_ignored(tmp_path):
     path = write_csv(tmp_path / "log.csv", [(step, 0.5 * step) for step in range(1, 31)])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
@@ -98,18 +112,13 @@ def test_line_every_ten_steps_is_a_mean(tmp_path):
         ("step,loss\n1,2\n", "(missing in its first line: elapsed_time_sec)"),
         ("step,elapsed_time_sec\n", "contains no training step"),
         ("step,elapsed_time_sec\n1,1.0\n2,2.0\n1,0.5\n", "goes back from step 2 to 1; a file must have one run"),
-        ("step,elapsed_time_sec\n1,5.0\n2,2.0\n", "goes back"),
         ("step,elapsed_time_sec\n1,nan\n", "contains no training step (log: line 2 cannot be read and was left out)"),
         ("step,elapsed_time_sec\n,1.0\n", "has no step number or no time"),
         ('{"loss": 2.0}\n{"loss": 1.9}\n', "not valid JSON"),
         ("{", "not valid JSON"),
-        ('{"log_history": [{"step": ' + "9" * 5000 + "}]}", "not valid JSON (Exceeds the limit"),
-        ('{"a": ' * 5000, "not valid JSON"),
-        ("{}", "`log_history` is missing"),
         ('{"log_history": [1]}', "`log_history` is missing"),
         ('{"log_history": [{"step": 1}]}', "contains no loss"),
         ('{"log_history": [{"step": 1.5, "loss": 2.0}]}', "1.5 is not a valid step number"),
-        ('{"log_history": [{"step": -1, "loss": 2.0}]}', "-1 is not a valid step number"),
         ('{"log_history": [{"step": 1, "loss": 2.0}]}', "add --batch-size"),
     ],
 )

@@ -1,8 +1,6 @@
 import dataclasses
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -67,39 +65,42 @@ def test_ok_writes_all_files_and_is_marked_as_mock(pretend):
     assert summary.dataset["samples"] == 64
 
 
-@pytest.mark.parametrize(("fits", "batch", "state"), [(4, 4, "ok"), (4, 5, "oom"), (0, 1, "oom")])
-def test_oom_is_out_of_memory_above_the_batch_that_fits(pretend, fits, batch, state):
-    result = pretend("oom", batch=batch, mock_fits=fits)
-    assert (result.summary.state, result.exit_code) == (state, int(state == "oom"))
-    peak = (result.summary.memory_gb["reserved_peak"] or 0.0) if state == "ok" else batch + 2.0
+@pytest.fixture
+def in_process(monkeypatch):
+    """Train in this process, without waiting."""
+
+    def run_child(command, *_):
+        return process.Exit(mock.main(command[-1]), None, False, 1.0)
+
+    monkeypatch.setattr(mock, "PAUSE_S", 0.0)
+    monkeypatch.setattr(runner.process, "run_child", run_child)
+
+
+@pytest.mark.parametrize(("batch", "state"), [(4, "ok"), (5, "oom")])
+def test_oom_contains_phase_and_size(pretend, in_process, batch, state):
+    result = pretend("oom", batch=batch, mock_fits=4)
+    summary = result.summary
+    assert (summary.state, result.exit_code) == (state, int(state == "oom"))
+    peak = (summary.memory_gb["reserved_peak"] or 0.0) if state == "ok" else batch + 2.0
     assert (peak <= first_gpu(read_json(result.run.machine))["memory_gb"]) == (state == "ok")
-
-
-def test_oom_contains_phase_and_size(pretend):
-    summary = pretend("oom", batch=8, mock_fits=4).summary
-    assert summary.oom == {"kind": "allocator", "bytes_requested": 2 * 2**30, "phase": "forward", "step": 1}
-    assert summary.reason == "out of memory (allocator) in forward of step 1, 2.00 GiB requested"
+    if state == "ok":
+        return
+    assert summary.oom == {"kind": "allocator", "bytes_requested": 5 * 2**28, "phase": "forward", "step": 1}
+    assert summary.reason == "out of memory (allocator) in forward of step 1, 1.25 GiB requested"
     assert (summary.steps["total"], summary.step_time_s) == (0, {})
 
 
 def test_crash_is_an_error_with_the_last_line_of_the_log(pretend):
-    for _ in range(2):
-        result = pretend("crash")
-        assert (result.summary.state, result.exit_code) == ("error", 1)
-        assert result.summary.reason == "exit code 1 without a result: RuntimeError: mock: crash"
-        assert "Traceback" in result.run.log.read_text()
+    result = pretend("crash")
+    assert (result.summary.state, result.exit_code) == ("error", 1)
+    assert result.summary.reason == "exit code 1 without a result: RuntimeError: mock: crash"
+    assert "Traceback" in result.run.log.read_text()
 
 
 def test_a_mock_is_ended_after_the_timeout(pretend):
     result = pretend("slow", timeout_s=0.6)
     assert (result.summary.state, result.exit_code) == ("timeout", 1)
     assert result.summary.reason == "not finished after launch.timeout_s = 0.6 seconds"
-
-
-def test_a_mock_imports_no_training_library(pretend):
-    code = "import sys, ftbench.launch.mock; print({'torch', 'pandas'} & {*sys.modules})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "set()\n"
 
 
 @pytest.mark.parametrize(
@@ -114,19 +115,14 @@ def test_a_mock_imports_no_training_library(pretend):
         ("grad_norm", 9, "the gradient norm is not a number in 2 steps, first in step 9: lower train.learning_rate"),
     ],
 )
-def test_a_run_with_nan_losses_or_gradients_has_failed(pretend, monkeypatch, column, first, said):
+def test_a_run_with_nan_losses_or_gradients_has_failed(pretend, in_process, monkeypatch, column, first, said):
     """The command's exit code, the run's own files, a sweep and a report agree."""
     row = mock._row
 
     def broken(spec, step, steps):
         return dataclasses.replace(row(spec, step, steps), **({column: math.nan} if step >= first else {}))
 
-    def run_child(command, *_):
-        return process.Exit(mock.main(command[-1]), None, False, 1.0)
-
     monkeypatch.setattr(mock, "_row", broken)
-    monkeypatch.setattr(mock, "PAUSE_S", 0.0)
-    monkeypatch.setattr(runner.process, "run_child", run_child)
     result = pretend("ok")
     assert (result.exit_code, result.summary.state) == (1, "not finite")
     assert result.summary.reason.startswith(said)

@@ -139,13 +139,6 @@ def rates(store, name):
     return machine.ceilings(store, name).get("tflops", {})
 
 
-def test_the_peak_rate_is_the_best_one_of_the_same_gpu(tmp_path):
-    kept(tmp_path, file="a", bf16=790.0, fp8=1400.0)
-    kept(tmp_path, file="b", bf16=805.5)
-    kept(tmp_path, file="c", name="NVIDIA H200 NVL", bf16=900.0)
-    assert rates(tmp_path, "NVIDIA H200") == {"bf16": 805.5, "fp8": 1400.0}
-
-
 def test_without_measurements_there_is_no_peak_rate(tmp_path):
     assert rates(tmp_path, "NVIDIA H200") == {}
     kept(tmp_path, file="a", bf16=790.0)

@@ -49,14 +49,15 @@ def append(run, *rows):
 
 def test_file_cut_at_any_byte_gives_complete_rows(tmp_path):
     path = tmp_path / "steps.csv"
-    whole = (header() + "".join(map(to_csv, ROWS))).encode()
+    rows = ROWS[:2]
+    whole = (header() + "".join(map(to_csv, rows))).encode()
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         tail = StepsTail(path)
         first = tail.read()
-        assert first == ROWS[: max(0, whole[:cut].count(b"\n") - 1)], f"cut at byte {cut}"
+        assert first == rows[: max(0, whole[:cut].count(b"\n") - 1)], f"cut at byte {cut}"
         path.write_bytes(whole)
-        assert first + tail.read() == ROWS, f"cut at byte {cut}"
+        assert first + tail.read() == rows, f"cut at byte {cut}"
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ def schema_of(path: Path) -> Path:
     return SCHEMAS / f"{name}.schema.json"
 
 
-@pytest.mark.parametrize("folder", ["launch-bound", "profiles", "study/qwen3-8b-lora"])
+@pytest.mark.parametrize("folder", ["profiles", "study/qwen3-8b-lora"])
 def test_committed_runs_match_the_schemas(folder):
     jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
-    files = [path for path in sorted((RUNS / folder).rglob("*.json"))[:60] if schema_of(path).is_file()]
+    files = [path for path in sorted((RUNS / folder).rglob("*.json"))[:40] if schema_of(path).is_file()]
     assert len({path.name for path in files}) >= 5
     for path in files:
         schema = json.loads(schema_of(path).read_text())

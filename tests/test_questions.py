@@ -65,14 +65,9 @@ QUESTIONS = {
     "Which method and batch for 20,000 samples of 600 tokens?": (
         "recommend Qwen/Qwen3-8B --gpu 4090 --samples 20000 --length 600",
         r"\nRTX 4090 +(\w+: .*?)  +(\d[\d x]*)  .*(\n.*){0,3}\n\nBest: \1, batch \2 \(17 samples per step\), on RTX"),
-    "Which of two cards is faster, and what does each cost?": (
-        "recommend Qwen/Qwen3-8B --gpu 5090,4090 --samples 20000 --length 600 --prices PRICES",
-        r"\nRTX 5090 .* [\d.]+ USD .*\nRTX 4090 .* [\d.]+ USD "),
-    "Which card is the cheapest?": (
-        "recommend Qwen/Qwen3-8B --gpu 5090,L40S,4090 --samples 20000 --length 600 --prices PRICES --goal cost",
-        r"best by cost[\s\S]*Best: [\s\S]*\sUSD\s\(rent\)"),
-    "Is it done after a night?": (
-        "recommend Qwen/Qwen3-8B --gpu 4090 --samples 20000 --length 600 --deadline 8h", r"\nRTX 4090 .* keeps "),
+    "Which of two cards is the cheapest, and what does each cost?": (
+        "recommend Qwen/Qwen3-8B --gpu 5090,4090 --samples 20000 --length 600 --prices PRICES --goal cost",
+        r"best by cost[\s\S]*\nRTX \d090 .* [\d.]+ USD .*\nRTX \d090 .* [\d.]+ USD [\s\S]*\sUSD\s\(rent\)"),
     "What takes the least memory?": (
         "recommend Qwen/Qwen3-8B --gpu 4090 --length 600 --goal memory", r"Best: .*, [\d.]+ of 24\.0 GiB"),
     "How long are my samples?": (
@@ -109,19 +104,15 @@ def test_the_answer_is_in_the_first_ten_lines_without_yaml(ftbench, tmp_path, mo
     ("recommend Qwen/Qwen3-8B --gpu 'A100 SXM'", "A100 80GB (80 GB), A100 40GB (40 GB)", '--gpu "A100 80GB"'),
     ("recommend Qwen/Qwen3-8B --gpu 4090 --length 0", "--length 0: must be from 2", "ftbench data MODEL --dataset"),
     ("estimate Qwen/Qwen3-8B --gpu 4090 --samples -5", "Invalid value for '--samples'", "estimate --help"),
-    ("recommend Qwen/Qwen3-8B --gpu 4090 --samples -5", "Invalid value for '--samples'", "recommend --help"),
     ("recommend Qwen/Qwen3-8B --gpu 4090 --prices p.yaml", "RTX 4090.rent.currency: is missing", "currency: USD"),
     ("recommend Qwen/Qwen3-8B --gpu 4090 --prices no.yaml", "no.yaml: no such file", "(see configs/prices.yaml)"),
-    ("estimate no.yaml --gpu 4090", "no.yaml: no such file", "(see configs/)"),
     ("data Qwen/Qwen3-8B --dataset empty.jsonl", "empty.jsonl: the file is empty", "it needs a row per sample"),
     ("run Qwen/Qwen3-8B --dataset no.jsonl", "--dataset no.jsonl: no such file", "ftbench list datasets"),
     ("run Qwen/Qwen3-8B --set train.max_length=9", "train.max_length: no such key", "did you mean dataset.max_length?"),
     ("init Qwen/Qwen3-8B --gpu 4090", "init: needs --dataset without a terminal", "ftbench init Qwen/Qwen3-8B"),
-    ("init Qwen/Qwen3-8B --gpu 4090 --dataset 9 --samples 0", "Invalid value for '--samples'", "init --help"),
     ("recommend Qwen/Qwen3-8B --gpu 4090 --prices .", ".: a folder, not a file", "(see configs/prices.yaml)"),
     ("sweep --status p.yaml", "p.yaml: a file, not a folder", "name the folder of the sweep"),
     ("sweep --status .", "no sweep found", "name the folder of the sweep"),
-    ("import p.yaml --name a --model '' --method lora --gpu cpu", "--model is empty", "name the model"),
     ("import p.yaml --name a --model m --method lora --gpu ''", "--gpu is empty", "name the model, and the GPU or cpu"),
 ])  # fmt: skip
 def test_bad_input_gets_a_fact_and_a_next_step(ftbench, tmp_path, monkeypatch, command, fact, fix):
@@ -191,13 +182,6 @@ def test_why_was_my_run_slow(ftbench, slow, tmp_path):
     for line in commands:
         pretended = ["--set", "launch.mock=ok", "--out", tmp_path / "out"]
         assert ftbench(*shlex.split(line)[1:], *pretended)[0] == 0
-
-
-def test_why_was_my_run_slow_of_committed_runs(ftbench):
-    code, out, _ = ftbench("show", "qwen3-0.6b-lora-b1-dcc2630c0176-r1", RESULTS / "launch-bound")
-    assert code == 0
-    assert "launch-bound: the GPU worked 10 % of the time and waited for the CPU the rest of the time" in words(out)
-    assert "--set optimizations.compile=on" in out
 
 
 def test_is_a_blackwell_or_an_h100_better_of_two_stores(ftbench, tmp_path):

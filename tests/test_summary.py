@@ -193,8 +193,10 @@ CHUNKED = ("label_tokens", 4 + 2)  # whose logits are computed, and FLOPs of eac
 WHOLE = ("padded_tokens", 4)
 
 
-@pytest.mark.parametrize(("loss", "logits"), [("chunked_nll", CHUNKED), ("nll", WHOLE), (None, WHOLE)])
-@pytest.mark.parametrize("checkpointing", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize(
+    ("loss", "logits", "checkpointing"),
+    [("chunked_nll", CHUNKED, 1.0), ("chunked_nll", CHUNKED, 0.0), ("nll", WHOLE, 0.5), (None, WHOLE, 1.0)],
+)
 def test_hfu_counts_padding_and_recomputation(run, loss, logits, checkpointing):
     made = run(applied=APPLIED | {"loss": loss, "gradient_checkpointing": checkpointing})
     found, frame = summarise(made), steady(made)
@@ -302,8 +304,7 @@ def test_rewards_of_a_diverged_run_are_finite_and_can_be_written(run, tmp_path):
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("column", ["loss", "grad_norm"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("column", "value"), [("loss", math.nan), ("loss", -math.inf), ("grad_norm", math.inf)])
 def test_a_single_nan_is_a_failure(run, column, value):
     rows = training(grad_norm=[1.0] * 20)
     setattr(rows[6], column, value)
@@ -434,9 +435,9 @@ def test_drift_is_a_warning(run):
 def test_noise_is_no_drift(run):
     """In one of four launch-bound runs of 24 steps, the medians of the thirds differ by more than 5 %."""
     chance = np.random.default_rng(1)
-    noise = [[2.0, *chance.lognormal(0, 0.1, 23)] for _ in range(100)]
-    assert sum(bool(warned(run(training(times)), "during the steady window")) for times in noise) <= 5
-    slower = [[2.0, *chance.lognormal(0, 0.02, 23) * np.linspace(1.0, 1.3, 23)] for _ in range(20)]
+    noise = [[2.0, *chance.lognormal(0, 0.1, 23)] for _ in range(40)]
+    assert sum(bool(warned(run(training(times)), "during the steady window")) for times in noise) <= 2
+    slower = [[2.0, *chance.lognormal(0, 0.02, 23) * np.linspace(1.0, 1.3, 23)] for _ in range(8)]
     assert all(warned(run(training(times)), "during the steady window") for times in slower)
 
 
@@ -496,7 +497,7 @@ def test_check_after_the_first_step_is_no_gap(run):
     assert not warned(made, "wall clock")
 
 
-@pytest.mark.parametrize("after", [WARM, 10, 18])
+@pytest.mark.parametrize("after", [WARM, 18])
 def test_evaluation_in_the_window_is_subtracted(run, after):
     ends = np.cumsum(TIMES)
     shifted = [float(end) + 5.0 * (i > after) for i, end in enumerate(ends)]

@@ -33,9 +33,11 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("columns", ["80", ""], ids=["terminal", "pipe"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "columns"), [*((call, "80") for call in CALLS), ("estimates", ""), ("unknown key", "")]
+)
 def test_every_line_fits(ftbench, monkeypatch, tmp_path, call, columns):
+    """Without COLUMNS, the output is a pipe."""
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(table, "_PIPE", 120)
     monkeypatch.chdir(tmp_path)  # a long path in a printed command cannot be wrapped
@@ -65,13 +67,10 @@ def test_every_line_of_a_recommendation_fits(monkeypatch, tmp_path):
         assert [line for line in lines if cell_len(line) > width] == []
 
 
-def test_with_wide_nothing_is_left_out(ftbench, monkeypatch, tmp_path):
+def test_with_wide_nothing_is_left_out(ftbench, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    spec = tmp_path / "spec.yaml"
-    spec.write_text(SPEC)
-    call = ["recommend", spec, "--gpu", "H200 SXM"]
-    assert "more column" in ftbench(*call)[1]
-    assert "more column" not in ftbench(*call, "--wide")[1]
+    assert "more column" in ftbench("list", "gpus")[1]
+    assert "more column" not in ftbench("list", "gpus", "--wide")[1]
 
 
 def test_the_end_of_a_sweep_is_ranked_and_has_a_row_for_all_repeats(ftbench, tmp_path):

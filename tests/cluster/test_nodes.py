@@ -27,8 +27,7 @@ def set_variables(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("MASTER_ADDR", "x" * 300), ("MASTER_ADDR", ""), ("NODE_RANK", "9" * 5000), ("NODE_RANK", "2"),
-    ("MASTER_PORT", "65536"), ("MASTER_PORT", "1.5"),
+    ("MASTER_ADDR", "x" * 300), ("NODE_RANK", "9" * 5000), ("NODE_RANK", "2"), ("MASTER_PORT", "65536"),
 ])  # fmt: skip
 def test_invalid_variables_are_reported(set_variables, name, value):
     set_variables(**{name: value})
@@ -50,7 +49,9 @@ def serve(text):
     return str(listener.getsockname()[1])
 
 
-@pytest.mark.parametrize("text", [b"SSH-2.0-OpenSSH\r\n", b"5\n", b"\xff\n", b"", b"x" * 100_000])
+@pytest.mark.parametrize(
+    "text", [b"SSH-2.0-OpenSSH\r\n", b"\xff\n", b"", b"x" * 100_000], ids=["ssh", "bytes", "nothing", "long"]
+)
 def test_other_service_at_the_port_is_reported(set_variables, monkeypatch, text):
     monkeypatch.setattr(nodes, "MEETING_S", 60.0)
     set_variables(MASTER_PORT=serve(text))

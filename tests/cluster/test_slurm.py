@@ -114,6 +114,10 @@ def test_sweep_on_slurm_gives_the_same_results(ftbench, tmp_path, monkeypatch):
     jobs = queue.read_text().splitlines()
     assert len(jobs) == 3  # the node and two cells
     assert all("--wait --parsable --requeue --dependency=singleton" in job for job in jobs)
+    more = ("--set", "launch.gpus=2", "--out", tmp_path / "out", "--on", "slurm")
+    assert ftbench("sweep", spec, *more)[0] == 0
+    assert Folder(tmp_path / "out").told() == ["ok"] * 4
+    assert len(queue.read_text().splitlines()) == 6  # the node is described again for two GPUs
 
 
 class Control:
@@ -208,16 +212,6 @@ def test_job_that_ends_after_ctrl_c_keeps_its_run(order, monkeypatch):
     monkeypatch.setattr(remote, "train", interrupted)
     assert slurm.main(order) == 0
     assert folder.told() == ["ok"]
-
-
-def test_sweep_with_more_gpus_describes_the_node_again(ftbench, tmp_path, monkeypatch):
-    queue = install(tmp_path / "slurm", monkeypatch)
-    spec = written(tmp_path)
-    for gpus in (1, 2):
-        sets = ("--set", f"launch.gpus={gpus}", "--out", tmp_path / "out", "--on", "slurm")
-        assert ftbench("sweep", spec, *sets)[0] == 0
-    assert Folder(tmp_path / "out").told() == ["ok"] * 4
-    assert len(queue.read_text().splitlines()) == 6
 
 
 # --- on a real Slurm -------------------------------------------------------------------------------------------------

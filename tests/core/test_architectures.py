@@ -46,8 +46,9 @@ def test_other_names_are_unknown(name):
     assert architecture(name) == {}
 
 
-COMPARED = [name for name in architectures() if name.startswith("tiny/")] + ["Qwen/Qwen3-32B", "openai/gpt-oss-20b"]
-COMPARED += [name for name in architectures() if "-VL-" in name or "llava" in name]
+COMPARED = [name for name in architectures() if name.startswith("tiny/")] + ["openai/gpt-oss-20b"]
+LARGE = [name for name in architectures() if "-VL-" in name or "llava-hf" in name] + ["Qwen/Qwen3-32B"]
+COMPARED += [pytest.param(name, marks=pytest.mark.exhaustive) for name in LARGE]
 KINDS = {
     "embed_tokens": "embedding",
     "lm_head": "head",

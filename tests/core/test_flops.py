@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftbench.core.flops import (
@@ -45,6 +45,7 @@ def causal_attention(length, width, window):
     return 2 * 2 * width * keys
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 300), st.integers(1, 64), st.one_of(st.none(), st.integers(1, 400)))
 def test_attention_agrees_with_counting_keys(length, width, window):
     counted = attention_per_token(shape(widths=[width], windows=[window]), length, passes=1) * length

@@ -11,29 +11,16 @@ from ftbench.estimate.gpus import gpu_named
         ("NVIDIA H200", "H200 SXM"),
         ("NVIDIA H200 NVL", "H200 NVL"),
         ("NVIDIA H100 80GB HBM3", "H100 SXM5"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H100 NVL", "H100 NVL"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell Workstation"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Blackwell Server"),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000 Blackwell Max-Q"),
         ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
         ("NVIDIA A100 80GB PCIe", "A100 80GB"),
         ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
-        ("NVIDIA B200", "B200"),
         ("NVIDIA GB200", "GB200"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA L4", "L4"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
-        ("NVIDIA RTX A6000", "RTX A6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("NVIDIA GB10", "DGX Spark GB10"),
-        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
-        ("NVIDIA GeForce RTX 4080", "RTX 4080"),
-        ("NVIDIA GeForce RTX 5080", "RTX 5080"),
-        ("NVIDIA A10G", "A10G"),
         ("Tesla T4", "T4"),
-        ("Tesla V100-SXM2-16GB", "V100 SXM2 16GB"),
         ("Tesla V100-PCIE-32GB", "V100 PCIe 32GB"),
     ],
 )
@@ -51,24 +38,19 @@ def test_an_unknown_gpu_is_none(driver_name):
     assert find_gpu(driver_name) is None
 
 
-@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
-def test_each_name_finds_its_row(gpu):
-    assert all(find_gpu(f"NVIDIA {name.removeprefix('NVIDIA ')}") is gpu for name in gpu.match)
+def test_each_name_finds_its_row():
+    assert [
+        name for gpu in gpus() for name in gpu.match if find_gpu(f"NVIDIA {name.removeprefix('NVIDIA ')}") is not gpu
+    ] == []
 
 
-@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
-def test_a_row_is_plausible(gpu):
-    assert gpu.memory_gb > 0
-    assert gpu.bandwidth > 0
-    assert gpu.watts > 0
-    assert gpu.bf16 is None or 10 < gpu.bf16 < 10_000
-    if gpu.fp8 is not None:
-        assert gpu.fp8 == pytest.approx(2 * gpu.bf16, rel=0.02)
-
-
-@pytest.mark.parametrize("gpu", [gpu for gpu in gpus() if gpu.compute_capability], ids=lambda gpu: gpu.name)
-def test_rows_with_an_fp8_peak_support_fp8(gpu):
-    assert (gpu.fp8 is not None) == (gpu.compute_capability >= (8, 9))
+def test_rows_are_plausible():
+    for gpu in gpus():
+        assert min(gpu.memory_gb, gpu.bandwidth, gpu.watts) > 0, gpu.name
+        assert gpu.bf16 is None or 10 < gpu.bf16 < 10_000, gpu.name
+        assert gpu.fp8 is None or gpu.fp8 == pytest.approx(2 * gpu.bf16, rel=0.02), gpu.name
+        if gpu.compute_capability:
+            assert (gpu.fp8 is not None) == (gpu.compute_capability >= (8, 9)), gpu.name
 
 
 def test_peaks_depend_on_the_precision():

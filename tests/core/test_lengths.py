@@ -1,15 +1,17 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftbench.core import stats
 from ftbench.spec.batches import packed, synthetic_lengths
 from ftbench.spec.datasets import Dataset
 
+FEW = settings(max_examples=30)
 some = st.lists(st.integers(1, 512), min_size=1, max_size=120)
 
 
+@FEW
 @given(some)
 def test_statistics_agree_with_numpy(values):
     found, array = stats.describe(values), np.array(values)
@@ -18,12 +20,14 @@ def test_statistics_agree_with_numpy(values):
     assert [found["p50"], found["p90"], found["p99"]] == pytest.approx(np.quantile(array, [0.5, 0.9, 0.99]).tolist())
 
 
+@FEW
 @given(some)
 def test_the_weighted_mean_is_the_mean_over_tokens(values):
     of_each_token = np.repeat(values, values)
     assert stats.describe(values)["weighted_mean"] == pytest.approx(of_each_token.mean())
 
 
+@FEW
 @given(some)
 def test_the_histogram_counts_every_sample_once_in_its_bin(values):
     found = stats.histogram(values)
@@ -46,6 +50,7 @@ def test_samples_that_do_not_fit_together_get_separate_rows():
     assert len(packed([300, 300], 512)) == 2
 
 
+@FEW
 @given(st.integers(0, 10**6), st.integers(1, 300), st.floats(3, 900), st.integers(8, 2048))
 def test_synthetic_lengths_are_log_normal_with_the_given_mean(seed, count, mean, longest):
     mean = min(mean, longest - 1)

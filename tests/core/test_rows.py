@@ -57,11 +57,7 @@ def test_a_nan_loss_is_kept():
     assert reread(rows.to_csv(StepRow(loss=math.inf))).loss == math.inf
 
 
-def test_a_negative_reward_is_kept():
-    assert reread(rows.to_csv(StepRow(reward=-0.5))) == StepRow(reward=-0.5)
-
-
-@pytest.mark.parametrize("values", [{"step": "three"}, {"step": "1.5"}, {"loss": "low"}])
+@pytest.mark.parametrize("values", [{"step": "1.5"}, {"loss": "low"}])
 def test_a_value_of_another_type_is_an_error(values):
-    with pytest.raises(ValueError, match=r"three|1\.5|low"):
+    with pytest.raises(ValueError, match=r"1\.5|low"):
         rows.parse(values)

@@ -3,11 +3,12 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftbench.core import stats
 
+FEW = settings(max_examples=30)
 times = st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=80)
 
 
@@ -55,16 +56,19 @@ def test_long_samples_are_not_warmup():
     assert stats.warmup_steps(times, positions=tokens) == 10
 
 
+@FEW
 @given(st.lists(st.floats(1e-4, 1e3), min_size=2, max_size=60), st.lists(st.sampled_from([None, 0, 1]), max_size=60))
 def test_warmup_is_at_least_one_step_and_at_most_half(values, recompiles):
     assert 1 <= stats.warmup_steps(values, recompiles) <= len(values) // 2
 
 
+@FEW
 @given(times, st.floats(0, 1))
 def test_quantiles_agree_with_numpy(values, q):
     assert stats.quantile(values, q) == pytest.approx(np.quantile(values, q), rel=1e-9)
 
 
+@FEW
 @given(times)
 def test_the_interval_contains_the_median(values):
     interval = stats.median_interval(values)
@@ -74,7 +78,7 @@ def test_the_interval_contains_the_median(values):
         assert {low, high} <= set(values)
 
 
-@pytest.mark.parametrize("n", range(1, 6))
+@pytest.mark.parametrize("n", [1, 5])
 def test_fewer_than_six_values_have_no_95_percent_interval(n):
     assert stats.median_interval(list(range(n))) is None
 
@@ -84,13 +88,14 @@ def covered(n, k):
     return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
 
 
-@pytest.mark.parametrize("n", [6, 7, 8, 9, 15, 20, 25, 99, 100, 1000, 1001, 5000])
+@pytest.mark.parametrize("n", [6, 7, 8, 9, 20, 25, 100, 1001])
 def test_the_interval_is_the_narrowest_with_95_percent_coverage(n):
     low, high = stats.median_interval(list(range(1, n + 1)))
     assert high == n + 1 - low
     assert covered(n, low) >= 0.95 > covered(n, low + 1 + (n > 1000))  # the normal approximation may be one wider
 
 
+@FEW
 @given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=60))
 def test_step_time_agrees_with_numpy(values):
     found = stats.step_time(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -49,6 +49,7 @@ def test_words_of_usual_length_are_not_broken():
     assert "checkpointing," in text.split()
 
 
+@settings(max_examples=30)
 @given(st.lists(st.text(max_size=40), min_size=1, max_size=5), st.integers(20, 60))
 def test_no_line_exceeds_the_width(words: list[str], width: int):
     text = text_table(["words", ">n"], [[word, "123"] for word in words], width)

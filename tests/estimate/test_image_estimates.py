@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -165,25 +164,11 @@ def test_the_images_of_a_file_are_read(tmp_path: Path) -> None:
     assert {option.spec.method.name for option in options} == {"lora", "qlora"}
     assert found.expected.images.tokens == 324 + 1369
     assert found.most.images.tokens == 2 * 1369
-    most = pillow.MAX_IMAGE_PIXELS
-    try:
-        for seed, pillow.MAX_IMAGE_PIXELS in (
-            (5, 200_000),
-            (6, 100_000),
-        ):  # more than once, and more than twice as many
-            with pytest.raises(SpecError, match=r"rows\.jsonl, line 1: its image cannot be read .*compression bomb"):
-                estimate_memory(spec_of(QWEN, data | {"seed": seed}), gpu())
-    finally:
-        pillow.MAX_IMAGE_PIXELS = most
     (tmp_path / "b.png").write_text("no image")
     with pytest.raises(
         SpecError, match=r"rows\.jsonl, line 2: its image cannot be read .*cannot identify image file\)$"
     ):
         estimate_memory(spec_of(QWEN, data | {"seed": 7}), gpu())
-    (tmp_path / "b.png").unlink()
-    os.mkfifo(tmp_path / "b.png")
-    with pytest.raises(SpecError, match=r"rows\.jsonl, line 2: its image cannot be read .*not a regular file"):
-        estimate_memory(spec_of(QWEN, data | {"seed": 8}), gpu())
 
 
 def test_a_long_file_with_images_is_counted_completely(tmp_path: Path) -> None:

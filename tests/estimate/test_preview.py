@@ -47,18 +47,6 @@ def test_lengths_truncation_and_packing_follow_from_the_rows(tmp_path):
     assert max(map(len, text.splitlines()[:3])) < 200
 
 
-def test_the_models_tokenizer_is_used(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tmp_path / "model"
-    model.mkdir()
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.save(str(model / "tokenizer.json"))
-    spec = spec_of(tmp_path, [{"question": "one two one", "answer": "two"}], model=f"{{path: {model}}}")
-    document = preview.preview(spec, [])
-    assert document["tokens"]["max"] == 3 + 1 + 2 * 5  # words and turn tokens
-
-
 def test_padding_is_that_of_the_estimate_and_of_shuffled_batches(tmp_path):
     """Rows of 20 and of 60 tokens: in file order, no batch of two would have padding."""
     spec = spec_of(tmp_path, [{"text": "a" * letters} for letters in [60] * 10 + [220] * 10], model="Qwen/Qwen3-8B")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
-from ftbench.spec.load import load, recipe, recipes, shipped_recipes
+from ftbench.spec.load import load, recipe, recipes
 from ftbench.spec.model_argument import spec_sets
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.prices import load_prices
@@ -53,14 +51,6 @@ def ask(*names: str, spec: dict | None = None, samples: float = 1e6, **limits: o
 
 
 @pytest.fixture
-def few_ways(monkeypatch):
-    """Three recipes and no combinations: enough for tests that do not depend on the training variants."""
-    few = {name: shipped_recipes()[name] for name in ("fastest", "small", "smallest")}
-    monkeypatch.setattr(candidates, "_combined", lambda *_: ())
-    monkeypatch.setattr(candidates, "shipped_recipes", lambda: few)
-
-
-@pytest.fixture
 def spec_file(tmp_path):
     path = tmp_path / "night.yaml"
     path.write_text(json.dumps({key: value for key, value in SPEC.items() if key != "name"}))
@@ -78,8 +68,8 @@ def test_gpt_oss_keeps_its_published_4_bits():
     assert all(method.quantised for method in methods if method.name != "lora")
 
 
-@pytest.mark.parametrize("names", [("H200 SXM",), ("RTX 4090", "A100 40GB", "H100 SXM5", "MI300X")], ids="-".join)
-def test_every_option_can_run_on_its_gpu_fits_and_meets_the_deadline(names):
+def test_every_option_can_run_on_its_gpu_fits_and_meets_the_deadline():
+    names = ("RTX 4090", "A100 40GB", "H100 SXM5", "MI300X")
     found = ask(*names, deadline_s=40 * 3600)
     assert {option.gpu.name for option in found.options} <= set(names)
     assert len(found.options) + sum(found.ruled_out.values()) == found.considered
@@ -98,15 +88,14 @@ def test_every_option_can_run_on_its_gpu_fits_and_meets_the_deadline(names):
 ])  # fmt: skip
 def test_options_are_sorted_by_the_goal(objective, figure):
     prices = load_prices(ROOT / "configs" / "prices-example.yaml")
-    options = ask(objective=objective, prices=prices, deadline_s=24 * 3600).options
+    options = ask(objective=objective, methods=("qlora",), prices=prices, deadline_s=24 * 3600).options
     assert len(options) > 20
     order = [(option.seconds.high > 24 * 3600, figure(option)) for option in options]
     assert order == sorted(order)
 
 
-@pytest.mark.parametrize("name", ["L40S", "H100 SXM5"])
-def test_different_variants_have_different_names(name):
-    names = [variant_words(option.spec) for option in ask(name, samples=20_000, methods=("qlora",)).options]
+def test_different_variants_have_different_names():
+    names = [variant_words(option.spec) for option in ask("L40S", samples=20_000, methods=("qlora",)).options]
     assert len(names) > 20
     assert sorted(names) == sorted(set(names))
 
@@ -164,7 +153,6 @@ def test_small_steps_are_not_packed():
 
 @pytest.mark.parametrize(("arguments", "held"), [
     ((), {12}), (("--effective-batch", "32"), {32}), (("--effective-batch", "any"), None),
-    (("--set", "train.batch_size=8"), {24}),
 ], ids=str)  # fmt: skip
 @pytest.mark.usefixtures("few_ways")
 def test_the_specs_effective_batch_is_the_default(ftbench, spec_file, arguments, held):
@@ -176,7 +164,7 @@ def test_the_specs_effective_batch_is_the_default(ftbench, spec_file, arguments,
 
 
 @pytest.mark.parametrize(("sets", "held"), [
-    ((), {16}), (("--set", "train.batch_size=8"), {8}), (("--set", "train.gradient_accumulation_steps=3"), {12}),
+    ((), {16}), (("--set", "train.batch_size=8"), {8}),
 ], ids=str)  # fmt: skip
 @pytest.mark.usefixtures("few_ways")
 def test_a_model_without_a_spec_has_16_samples_per_step_unless_changed(ftbench, sets, held):
@@ -194,6 +182,7 @@ def test_full_training_of_8b_fits_a_small_card_with_a_recipe(ftbench):
     assert {(option["batch_size"], option["gradient_accumulation_steps"]) for option in options} == {(16, 1)}
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_shorter_samples_do_not_take_longer(ftbench):
     """Packed rows hold about 16 samples, not exactly 16: at 190 tokens one row holds a third fewer."""
     times = []
@@ -205,6 +194,7 @@ def test_shorter_samples_do_not_take_longer(ftbench):
     assert times == sorted(times)
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_the_best_by_energy_is_shown_with_its_energy(ftbench):
     asked = ("--length", 600, "--gpu", "H200 SXM,RTX 5090", "--samples", 20000, "--goal", "energy")
     out = ftbench("recommend", "Qwen/Qwen3-8B", *asked)[1]
@@ -224,6 +214,7 @@ def test_a_batch_that_does_not_fit_in_one_pass_names_the_option(ftbench):
     assert [option["batch_size"] for option in options] == [2]
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_a_command_for_all_samples_has_no_number_of_steps(ftbench):
     """The spec has 80 steps. `off` is no number."""
     config = ROOT / "configs" / "llava-next.yaml"
@@ -243,9 +234,8 @@ def test_all_gpus_are_those_on_which_ftbench_trains(ftbench):
 
 
 @pytest.mark.parametrize(("gpu", "sets"), [
-    ("L40S", ["train.batch_size=16"]), ("RTX 4090", []),
     ("A100 80GB", ["train.batch_size=64", "dataset.max_length=4096"]),
-    ("H200 SXM", ["method=full", "train.batch_size=64"]), ("RTX 4090", ["method=qlora", "train.batch_size=32"]),
+    ("H200 SXM", ["method=full", "train.batch_size=64"]),
 ], ids=str)  # fmt: skip
 def test_a_spec_that_does_not_fit_comes_with_a_command_that_does(ftbench, spec_file, gpu, sets):
     words = [word for value in sets for word in ("--set", value)]
@@ -287,7 +277,6 @@ def test_the_settings_that_fit_keep_a_chosen_method(ftbench):
 
 @pytest.mark.parametrize("options", [
     ("--gpu", "RTX 5090", "--gpus", 4, "--strategy", "zero2", "--set", "method=full"),
-    ("--gpu", "L40S", "--gpus", 2, "--strategy", "ddp", "--set", "method=full"),
     ("--gpu", "L4,L40S"),
 ], ids=str)  # fmt: skip
 @pytest.mark.usefixtures("few_ways")
@@ -343,13 +332,6 @@ def test_without_an_option_the_closest_is_named():
     assert found.ruled_out["later than the deadline"] == len(ask().options)
 
 
-def test_gpus_without_an_option_are_named(ftbench, spec_file):
-    """Qwen3-0.6B fits, but the speed of the card in this precision is not known."""
-    small = ("--set", "model.id=Qwen/Qwen3-0.6B", "--samples", 9)
-    out = ftbench("recommend", spec_file, *small, "--gpu", "T4,H200 SXM")[1]
-    assert "no variant is possible or within the limits on T4: see --all" in " ".join(out.split())
-
-
 def test_options_that_may_miss_the_deadline_are_marked_and_come_last():
     """A variant with only its slow end beyond the deadline is kept and ranked last."""
     second = ask().options[1].seconds
@@ -360,6 +342,7 @@ def test_options_that_may_miss_the_deadline_are_marked_and_come_last():
     assert set(late) == {False, True}
     assert [each["may_miss_deadline"] for each in as_json(some)["options"]] == late
     assert as_text(some, every=True).count(" may miss ") == sum(late)
+    assert as_json(ask())["options"][0]["may_miss_deadline"] is None
 
 
 def test_offloaded_weights_are_named_with_their_host_memory():
@@ -373,12 +356,6 @@ def test_lengths_that_only_miss_the_deadline_are_not_said_to_not_fit():
     answer = ask()
     late = replace(answer, lengths=((0.5, None),))
     assert "no variant meets the limits at half the mean length" in " ".join(as_text(late).split())
-
-
-def test_without_a_deadline_the_text_does_not_mention_it():
-    found = ask()
-    assert as_json(found)["options"][0]["may_miss_deadline"] is None
-    assert "may miss" not in as_text(found).lower()
 
 
 def test_without_a_fit_the_reasons_are_named():
@@ -426,12 +403,13 @@ def test_memory_on_several_gpus_does_not_depend_on_the_order_of_the_cards():
         assert cache.estimate(way, GPUS[name]).device == estimate_memory(way, GPUS[name]).device
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_recommending_needs_few_calls():
     goal = Goal(Experiment.model_validate(SPEC), (GPUS["H200 SXM"],), 1e6, history=RunHistory.read(ROOT / "results"))
-    assert calls_of(lambda: recommend(goal)) < 2_000_000, "it grows with the runs of the store"
+    assert calls_of(lambda: recommend(goal)) < 140_000, "it grows with the runs of the store"
     several = [gpu for gpu in GPUS.values() if gpu.bf16][:8]
     goal = Goal(Experiment.model_validate(SPEC), tuple(several), 1e6, effective_batch=4)
-    assert calls_of(lambda: recommend(goal)) < 2_000_000, "no batch is sought beyond the effective one"
+    assert calls_of(lambda: recommend(goal)) < 180_000, "no batch is sought beyond the effective one"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -452,7 +430,8 @@ def test_the_best_way_is_written_as_a_valid_spec(ftbench, spec_file, tmp_path):
 
 
 def test_json_has_options_and_the_spec(ftbench, spec_file):
-    code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200 SXM", "--gpu", "L40S", "--samples", 1000, "--json")
+    asked = ("--gpu", "H200 SXM", "--gpu", "L40S", "--samples", 1000, "--method", "lora")
+    code, out, _ = ftbench("recommend", spec_file, *asked, "--json")
     found = json.loads(out)
     assert code == 0
     assert {option["gpu"] for option in found["options"]} == {"H200 SXM", "L40S"}
@@ -471,15 +450,14 @@ def test_no_option_is_exit_code_1(ftbench, spec_file):
     assert "The closest is later than the deadline" in out
 
 
-@pytest.mark.parametrize("mean", [300, 1200])
 @pytest.mark.usefixtures("few_ways")
-def test_answer_at_another_length_is_the_answer_to_a_question_about_it(tmp_path, mean):
+def test_answer_at_another_length_is_the_answer_to_a_question_about_it(tmp_path):
     def asked(length):
         sets = spec_sets(None, None, None, length, 20_000)
         return requests.answer(requests.RecommendRequest(Path("Qwen/Qwen3-8B"), sets, "5090", store=tmp_path))
 
-    for factor, best in asked(mean).lengths:
-        direct = asked(round(factor * mean)).options[0]
+    for factor, best in asked(300).lengths:
+        direct = asked(round(factor * 300)).options[0]
         assert (variant_words(best.spec), best.spec.train) == (variant_words(direct.spec), direct.spec.train)
 
 
@@ -493,15 +471,18 @@ def test_the_command_has_no_value_that_the_recipe_sets(tmp_path):
 
 
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("prices"))
+SOME = [path for path in CONFIGS if "120b" not in path.name and "32b" not in path.name]  # these differ in the size
 CARDS = [gpu.name for gpu in gpus()[:20]]
 
 
 @pytest.mark.usefixtures("few_ways")
-@pytest.mark.parametrize("cards", [CARDS[::4], pytest.param(CARDS, marks=pytest.mark.exhaustive)], ids=len)
-def test_all_shipped_configs_on_many_cards_have_one_answer(monkeypatch, tmp_path, cards):
+@pytest.mark.parametrize(
+    ("configs", "cards"), [(SOME, CARDS[::9]), pytest.param(CONFIGS, CARDS, marks=pytest.mark.exhaustive)], ids=len
+)
+def test_all_shipped_configs_on_many_cards_have_one_answer(monkeypatch, tmp_path, configs, cards):
     """The first row, the sentence, the written spec and the command agree."""
     monkeypatch.setattr(requests, "with_lengths", lambda answer: answer)
-    for path in CONFIGS:
+    for path in configs:
         request = requests.RecommendRequest(path, gpu=",".join(cards), samples=1000, store=tmp_path)
         if load(path).objective.prompts:
             with pytest.raises(SpecError, match="no formula"):
@@ -547,14 +528,8 @@ def test_the_decision_guide_has_the_answers_of_recommend(monkeypatch):
             assert [way, batch] == told, f"{model} on {gpu}: run scripts/decision-table"
 
 
-@pytest.mark.usefixtures("few_ways")
-def test_the_answer_states_the_mean_sample_length(ftbench, spec_file):
-    out = " ".join(ftbench("recommend", spec_file, "--gpu", "H200 SXM", "--samples", 1000)[1].split())
-    assert "mean 117 tokens (random, with the mean of japanese-alpaca)" in out
-
-
 def test_all_ways_are_listed_on_request(ftbench, spec_file):
-    arguments = ("recommend", spec_file, "--gpu", "H200 SXM", "--samples", 1000)
+    arguments = ("recommend", spec_file, "--gpu", "H200 SXM", "--samples", 1000, "--method", "qlora")
     count = len(json.loads(ftbench(*arguments, "--json")[1])["options"])
     rows = [line for line in ftbench(*arguments, "--all", "--wide")[1].splitlines() if line.startswith("H200 SXM")]
     assert len(rows) == count > 10
@@ -585,30 +560,31 @@ def test_a_batch_of_unknown_data_is_not_all_samples(ftbench, spec_file):
 
 @pytest.mark.usefixtures("few_ways")
 def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench, spec_file):
-    code, out, err = ftbench("recommend", spec_file, "--gpu", "T4,H200 SXM", "--samples", 1000, "--json")
+    """Qwen3-0.6B fits, but the speed of the card in this precision is not known."""
+    small = ("--set", "model.id=Qwen/Qwen3-0.6B", "--samples", 1000)
+    asked = ("recommend", spec_file, *small, "--gpu", "T4,H200 SXM")
+    code, out, err = ftbench(*asked, "--json")
     found = json.loads(out)
     assert code == 0, err
     assert {option["gpu"] for option in found["options"]} == {"H200 SXM"}
     assert any(reason.startswith("not on T4: the speed of T4 in bf16") for reason in found["ruled_out"])
+    text = " ".join(ftbench(*asked)[1].split())
+    assert "no variant is possible or within the limits on T4: see --all" in text
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--gpu", "T4,V100 SXM2 32GB", "--samples", "9"], "the speed of V100 SXM2 32GB in bf16 is not known"),
     (["--gpu", "H300", "--samples", "9"], "--gpu H300: not in the table"),
-    (["--gpu", "3060", "--samples", "9"], "--gpu 3060: not in the table; name one of"),
     (["--gpu", "RTX 4091", "--samples", "9"], "--gpu RTX 4091: not in the table; did you mean RTX 4090?"),
     (["--gpu", "h100", "--samples", "9"], "several GPUs: H100 NVL (94 GB), H100 PCIe (80 GB), H100 SXM5 (80 GB)"),
     (["--gpu", ",", "--samples", "9"], "--gpu: name GPUs"),
     (["--gpu", "H200 SXM"], "--samples: required, because"),
     (["--gpu", "H200 SXM", "--samples", "0"], "Invalid value for '--samples'"),
-    (["--gpu", "H200 SXM", "--samples", "9", "--deadline", "0h"], "'--deadline': 0h: write it as 8h"),
-    (["--gpu", "H200 SXM", "--samples", "9", "--deadline=-8h"], "'--deadline': -8h: write it as 8h"),
     (["--gpu", "H200 SXM", "--samples", "9", "--deadline", "soon"], "'--deadline': soon: write it as 8h"),
     (["--gpu", "H200 SXM", "--samples", "9", "--goal", "best"], "'best' is not one of 'speed', 'cost'"),
     (["--gpu", "H200 SXM", "--samples", "9", "--goal", "cost"], "--goal cost: needs --prices"),
     (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "5"], "--max-cost 5: needs --prices"),
     (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "0", "--prices", "PRICES"], "greater than or equal to 0"),
-    (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "nan", "--prices", "PRICES"], "greater than or equal to 0"),
     (["--gpu", "H200 SXM,L40S", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "has no price for L40S"),
     (["--gpu", "H200 SXM,H100 PCIe", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "in JPY and USD"),
     (["--gpu", "H200 SXM", "--samples", "9", "--method", "lora,loar"], "'loar' is not a method"),
@@ -648,18 +624,11 @@ def test_a_missing_price_is_named(ftbench, spec_file):
     assert re.search(r"\nL40S .* no price ", out)
     _, ranked, _ = ftbench("recommend", *asked[1:], "--gpu", "H200 SXM,L40S", "--samples", 1000)
     assert re.search(r"\nL40S .* no price ", ranked)
-    _, without, _ = ftbench("estimate", spec_file, "--gpu", "H200 SXM,L40S")
-    heading = without[without.rindex("\nGPU") :].splitlines()[1].split("  ")
-    assert [name.strip() for name in heading if name.strip()] == [
-        "GPU", "fit", "GiB", "known from", "largest batch", "limited by", "GiB (90 %)", "for a process", "step",
-        "tokens/s", "samples/h", "in 8 h",
-    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [2**63 - 1, 10**17])
 @pytest.mark.usefixtures("few_ways")
-def test_very_many_samples_are_estimated(ftbench, spec_file, count):
-    data = f"dataset={{name: synthetic, mean_length: 200, samples: {count}, max_length: 2048}}"
+def test_very_many_samples_are_estimated(ftbench, spec_file):
+    data = f"dataset={{name: synthetic, mean_length: 200, samples: {2**63 - 1}, max_length: 2048}}"
     for command in ("estimate", "recommend"):
         code, _, err = ftbench(command, spec_file, "--gpu", "H200 SXM", "--set", data)
         assert (code in (0, 1), "Traceback" in err) == (True, False), err
@@ -667,26 +636,14 @@ def test_very_many_samples_are_estimated(ftbench, spec_file, count):
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--samples", "0"], "Invalid value for '--samples'"),
-    (["--samples", "2.5"], "estimate --help"),
     (["--hours", "-1"], "greater than or equal to 0.001"),
-    *[(["--hours", hours], "less than or equal to 1000000") for hours in ("nan", "inf", "1e308")],
+    (["--hours", "nan"], "less than or equal to 1000000"),
     (["--prices", "/nowhere"], "/nowhere: no such file"),
 ], ids=" ".join)  # fmt: skip
 def test_estimate_rejects_invalid_amounts(ftbench, spec_file, arguments, sentence):
     code, _, err = ftbench("estimate", spec_file, "--gpu", "H200 SXM", *arguments)
     assert code == 2
     assert sentence in err
-
-
-def test_it_needs_no_torch(spec_file):
-    program = (
-        "import sys; from ftbench import cli\n"
-        f"sys.argv = ['ftbench', 'recommend', {str(spec_file)!r}, '--gpu', 'H200 SXM', '--samples', '1000']\n"
-        "try: cli.main()\n"
-        "finally: assert not {'torch', 'transformers', 'pandas'} & set(sys.modules)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_memory_is_estimated_for_the_requested_samples_and_not_for_the_specs_steps(tmp_path):

@@ -247,6 +247,14 @@ def test_traffic_agrees_with_the_zero_paper() -> None:
         assert found.hidden + found.waited == pytest.approx(times * ring * 2 * N, rel=1e-3), strategy
 
 
+def test_zero3_sends_4_bit_weights_of_qlora() -> None:
+    lora, qlora = (sent(shared("zero3", 8, method={"name": name})) for name in ("lora", "qlora"))
+    in_16_bits = 2 * WORDS + 36 * 2 * 4096  # about: embedding, head and norms of Qwen3-8B
+    ratio = (in_16_bits * 2 + (N - in_16_bits) / 2) / (N * 2)
+    assert (qlora.hidden + qlora.waited) / (lora.hidden + lora.waited) == pytest.approx(ratio, rel=0.01)
+    assert qlora.copied / lora.copied == pytest.approx(ratio, rel=0.01)
+
+
 def test_committed_steps_of_several_gpus_are_within_bounds() -> None:
     store = RunHistory.read(RESULTS / "two-gpus")
     rows = time_estimates.several_gpus(store, shipped_coefficients())
@@ -255,15 +263,11 @@ def test_committed_steps_of_several_gpus_are_within_bounds() -> None:
     assert all(row.is_inside for row in rows)
 
 
-def test_zero_has_a_wider_range() -> None:
+def test_zero_and_more_than_two_gpus_have_a_wider_range() -> None:
     h200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
-    fsdp, zero3 = (estimate_duration(shared(strategy, 2), h200).step_s for strategy in ("fsdp", "zero3"))
+    asked = (("fsdp", 2), ("zero3", 2), ("ddp", 2), ("ddp", 4))
+    fsdp, zero3, two, four = (estimate_duration(shared(*each), h200).step_s for each in asked)
     assert zero3.high / zero3.expected == pytest.approx(1.25 * fsdp.high / fsdp.expected, rel=0.001)
-
-
-def test_more_than_two_gpus_have_a_wider_range() -> None:
-    h200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
-    two, four = (estimate_duration(shared("ddp", count), h200).step_s for count in (2, 4))
     assert four.high / four.expected == pytest.approx(1.15 * two.high / two.expected, rel=0.01)
 
 
@@ -411,7 +415,7 @@ def test_strategy_all_estimates_pipelines_with_the_batch_of_the_spec(tmp_path: P
             assert (row["device"], row["step_s"]) == (alone["device"], alone["time"]["step_s"]), row["strategy"]
 
 
-@pytest.mark.parametrize("gpu", ["L4", "RTX 3090", "A10G"])
+@pytest.mark.parametrize("gpu", ["L4", "RTX 3090"])
 def test_a_range_contains_the_expected_memory_on_an_almost_full_gpu(gpu: str) -> None:
     full = Experiment.model_validate({
         "name": "full", "model": {"id": "meta-llama/Llama-3.2-1B"}, "method": {"name": "full"},
@@ -450,6 +454,7 @@ def test_several_machines_are_estimated_with_a_wider_range(
     assert [on_gpus(two, count, "fsdp").launch.nodes for count in (1, 4, 8, 16, 32)] == [1, 1, 1, 2, 2]
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_a_spec_for_several_machines_gets_a_fit_and_a_recommendation(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\n"
@@ -498,6 +503,7 @@ MESH, OFFLOADED = "{gpus: 8, strategy: tp+fsdp}", "{gpus: 4, strategy: fsdp, off
     (MESH, None, None, 8), (OFFLOADED, 2, None, 2),
     ("{gpus: 4, nodes: 2, strategy: ddp}", 2, None, 2),
 ])  # fmt: skip
+@pytest.mark.usefixtures("few_ways")
 def test_the_command_of_the_settings_that_fit_is_valid(tmp_path: Path, launch, gpus, strategy, count) -> None:
     """For any strategy in the spec and in the options."""
     path = tmp_path / "spec.yaml"
@@ -514,7 +520,7 @@ def test_the_command_of_the_settings_that_fit_is_valid(tmp_path: Path, launch, g
     assert memory.verdict == "fits"
 
 
-@pytest.mark.parametrize("other", [("tp+fsdp", 16), ("tp+fsdp", 4), ("fsdp", 8), ("none", 1)], ids=str)
+@pytest.mark.parametrize("other", [("tp+fsdp", 4), ("fsdp", 8), ("none", 1)], ids=str)
 def test_a_mesh_can_become_any_launch(tmp_path: Path, other: tuple[str, int]) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-32B, weights: random}\n"
@@ -593,17 +599,15 @@ def test_a_problem_of_many_strategies_is_listed_once(tmp_path: Path) -> None:
     assert "fsdp, tp, tp+fsdp, cp: cannot shard 4-bit weights" in refused
 
 
-@pytest.mark.parametrize(("strategy", "method", "why"), [
-    ("ddp", "unsloth", "method unsloth trains on one GPU"),
-])  # fmt: skip
-def test_incompatible_specs_are_not_estimated(tmp_path, strategy, method, why):
+def test_incompatible_specs_are_not_estimated(tmp_path):
     path = tmp_path / "spec.yaml"
-    path.write_text(f"model: {{id: Qwen/Qwen3-8B, weights: random}}\nmethod: {method}\n"
+    path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: unsloth\n"
                     "dataset: {name: synthetic, samples: 64, length: 512}\n")  # fmt: skip
-    with pytest.raises(SpecError, match=why):
-        estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=4, strategy=strategy))
+    with pytest.raises(SpecError, match="method unsloth trains on one GPU"):
+        estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=4, strategy="ddp"))
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_recommend_considers_strategies_and_numbers_of_gpus(tmp_path: Path) -> None:
     """Of 32 billion parameters in 16 bits 64 GB do not fit one card of 45 GiB, unless they wait in host memory.
     The spec's own `launch` is one of the options."""

@@ -78,6 +78,7 @@ def test_the_range_of_a_short_training_is_that_of_its_start(ftbench: Ftbench, tm
     assert json.loads(out)["gpus"][0]["time"]["samples_in_hours"]["high"] == pytest.approx(8)
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_recommended_costs_are_those_of_all_gpus(ftbench: Ftbench, tmp_path: Path) -> None:
     spec, prices = files(tmp_path, RENTED)
     asked = ("recommend", spec, "--gpu", "4090", "--gpus", 2, "--method", "qlora", "--prices", prices, "--json")
@@ -88,6 +89,7 @@ def test_recommended_costs_are_those_of_all_gpus(ftbench: Ftbench, tmp_path: Pat
 
 
 @pytest.mark.parametrize("names", ["4090,H100 SXM", "H100 SXM,4090"])
+@pytest.mark.usefixtures("few_ways")
 def test_the_settings_that_fit_are_for_the_gpu_with_the_most_room(ftbench: Ftbench, tmp_path: Path, names: str) -> None:
     spec, _ = files(tmp_path, RENTED)
     changes = ("method=lora", "train.batch_size=64", "optimizations.gradient_checkpointing=off")
@@ -101,6 +103,7 @@ def test_the_settings_that_fit_are_for_the_gpu_with_the_most_room(ftbench: Ftben
     assert int(found[1]) == pytest.approx(samples_per_step(load(spec, [*changes]), RunHistory()), rel=0.25)
 
 
+@pytest.mark.usefixtures("few_ways")
 def test_options_reach_the_estimate(ftbench: Ftbench, tmp_path: Path) -> None:
     spec, prices = files(tmp_path, RENTED)
     code, _, err = ftbench("estimate", spec, "--gpu", "4090", "--store", prices)

@@ -42,9 +42,8 @@ def test_run_without_a_trace_is_unchanged(run):
     assert {path.name for path in run.profile.iterdir()} == {"window.json"}
 
 
-@pytest.mark.parametrize("text", ["", "[", '{"traceEvents": []}'])
-def test_unreadable_trace_fails_the_run(run, text):
-    (run.profile / "trace.json.gz").write_bytes(gzip.compress(text.encode()))
+def test_unreadable_trace_fails_the_run(run):
+    (run.profile / "trace.json.gz").write_bytes(gzip.compress(b"["))
     with pytest.raises(TraceError):
         analyse.finish(run)
     state = outcome._finish_profile(run)
@@ -75,9 +74,8 @@ def test_ranks_are_shown_in_their_order(run):
     assert [line.split()[:2] for line in lines] == [[str(rank), f"{rank}.000"] for rank in range(12)]
 
 
-@pytest.mark.parametrize("window", ["", "{}"])
-def test_unknown_steps_before_have_no_time(run, window):
-    (run.profile / "window.json").write_text(window)
+def test_unknown_steps_before_have_no_time(run):
+    (run.profile / "window.json").write_text("")
     assert analyse.step_before(run) is None
 
 

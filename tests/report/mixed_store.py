@@ -1,4 +1,4 @@
-"""A store of 300 runs that must not be mixed: three machines, four commits, two cards of one kind, disturbed and broken
+"""A store of runs that must not be mixed: three machines, four commits, two cards of one kind, disturbed and broken
 runs, two sample lengths, and clocks that differ."""
 
 from __future__ import annotations

@@ -29,10 +29,9 @@ def words(*paths):
 # --- a night ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hours", [8.0, 0.5])
-def test_night_subtracts_the_start(tmp_path, hours):
+def test_night_subtracts_the_start(tmp_path):
     run = make_run(tmp_path, "a", steps(noise=0))
-    (record,) = night(cells(tmp_path), hours).records
+    (record,) = night(cells(tmp_path), 8.0).records
     frame = pd.read_csv(run.steps)
     phases = {p["name"]: p["end_s"] - p["start_s"] for p in rundir.read_json(run.phases)["phases"]}
     start = sum(phases[name] for name in ("import", "prepare_data", "load", "setup"))
@@ -41,7 +40,7 @@ def test_night_subtracts_the_start(tmp_path, hours):
     rate = frame.samples[warm:].sum() / frame.step_time_s[warm:].sum()
     assert record["samples_per_hour"] == pytest.approx(3600 * rate)
     assert record["start_s"] == pytest.approx(start)
-    assert record["samples"] == pytest.approx(rate * (hours * 3600 - start))
+    assert record["samples"] == pytest.approx(rate * (8 * 3600 - start))
     assert record["real_tokens"] == pytest.approx(record["samples"] * 2048)
 
 
@@ -111,22 +110,13 @@ def test_the_answer_names_one_card_or_several(tmp_path, gpus, cards):
     assert f": two rounds, {cards}, one commit." in words(tmp_path)
 
 
-@pytest.mark.parametrize(("commit", "code"), [("a" * 40, "commit"), (None, "release")])
-def test_the_answer_names_a_cpu_and_a_release(tmp_path, commit, code):
+def test_the_answer_names_a_cpu_and_a_release(tmp_path):
+    ours = {"gpus": [], "cpu": {"model": "a CPU"}, "ftbench": {"version": "0.1.0", "commit": None}}
     for number in range(2):
-        for name, seconds in (("a", 1.0), ("b", 0.5)):
-            run = make_run(
-                tmp_path,
-                f"{name}{number}",
-                steps(seconds=seconds, seed=number),
-                spec=method("full") if name == "b" else {},
-            )
-            machine = rundir.read_json(run.machine)
-            rundir.write_json(run.machine, machine | {
-                "gpus": [], "cpu": {"model": "a CPU"}, "ftbench": {"version": "0.1.0", "commit": commit}
-            })  # fmt: skip
-            run.summary.unlink()
-    assert f": two rounds, one kind of CPU, one {code}." in words(tmp_path)
+        for name, seconds in (("lora", 1.0), ("full", 0.5)):
+            rows = steps(seconds=seconds, seed=number)
+            make_run(tmp_path, f"{name}{number}", rows, spec=method(name), machine=ours).summary.unlink()
+    assert ": two rounds, one kind of CPU, one release." in words(tmp_path)
 
 
 @pytest.mark.parametrize(("other", "widest"), [(False, 1.01), (True, 1.07)])
@@ -199,7 +189,7 @@ def test_answer_of_the_committed_sweep():
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["table", "md", "json"])
+@pytest.mark.parametrize("format", ["table", "json"])
 def test_answers_in_every_format(tmp_path, ftbench, format):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(1, seed=2), spec={"train.batch_size": 8}, state=OOM)
@@ -211,16 +201,6 @@ def test_answers_in_every_format(tmp_path, ftbench, format):
         document = json.loads(out)
         assert document["night"]["records"][0]["hours"] == 12
         assert len(document["runs"]) == 2
-
-
-def test_mock_runs_can_be_reported(tmp_path, ftbench):
-    spec = tmp_path / "spec.yaml"
-    spec.write_text("model: {id: tiny/qwen3, weights: random}\nlaunch: {mock: ok}\n")
-    for name in ("lora", "full"):
-        assert ftbench("run", spec, "--out", tmp_path / "out", "--set", f"method={name}")[0] == 0
-    code, out, err = ftbench("report", tmp_path / "out", "--compare", "method", "--baseline", "full", "--answers")
-    assert (code, err) == (0, "")
-    assert "+100.0 %" in out
 
 
 def test_recipe_is_not_compared_with_itself_over_more_samples(tmp_path):
@@ -243,11 +223,3 @@ def test_without_plain_the_slowest_recipe_with_the_most_runs_is_the_baseline(tmp
             make_run(tmp_path, f"{name}-r{at + 1}", steps(30, seconds, seed=at), spec={f"optimizations.{name}": True})
     document = json.loads(report(Request([tmp_path], "json")).text)
     assert {record["baseline"] for record in document["answer"]["records"]} == {"lora with fused lora"}
-
-
-def test_answer_lists_another_rank_and_optimizer(tmp_path):
-    make_run(tmp_path, "a", steps(seed=1), spec={"method.rank": 64})
-    changed = {"method.rank": 8, "train.optimizer": "adamw_bnb_8bit", "optimizations.compile": True}
-    make_run(tmp_path, "b", steps(seconds=0.8, seed=2), spec=changed)
-    text = report(Request([tmp_path])).text
-    assert "They also differ in train.optimizer, method.rank." in " ".join(text.split())

@@ -46,14 +46,17 @@ def breaks():
     }
 
 
-@pytest.mark.parametrize("format_name", ["table", "md", "csv", "json", "html"])
-def test_unreadable_runs_have_a_row_with_the_reason(tmp_path, format_name, ftbench):
+def test_unreadable_runs_have_a_row_with_the_reason(tmp_path, ftbench):
     good = make_run(tmp_path, "good")
     odd = make_run(tmp_path, os.fsdecode(b"not-utf8-\xff"))
     for name, (damage, _) in breaks().items():
         damage(make_run(tmp_path, f"broken-{name}"))
-    code, out, err = ftbench("report", tmp_path, "--format", format_name, "--answers", "--rows", "each")
-    assert (code, err) == (0, "")
+    shown = {}
+    for format_name in ("table", "csv", "json", "html"):
+        code, shown[format_name], err = ftbench(
+            "report", tmp_path, "--format", format_name, "--answers", "--rows", "each"
+        )
+        assert (code, err) == (0, "")
     rows = {record["run_id"]: record for record in collect([tmp_path])}
     assert {rows[run.run_id]["state"] for run in (good, odd)} == {"ok"}
     assert rows[good.run_id]["step_time_s.median"] == pytest.approx(1.0, rel=0.01)
@@ -62,8 +65,8 @@ def test_unreadable_runs_have_a_row_with_the_reason(tmp_path, format_name, ftben
         assert row["state"] == "error"
         assert reason in row["reason"]
         assert row.get("step_time_s.median") is None
-        assert f"broken-{name}" in out or format_name in ("table", "md")  # four runs of many are named there
-        assert reason in out or format_name in ("table", "html")
+        assert all(f"broken-{name}" in shown[each] for each in ("csv", "json", "html"))
+        assert all(reason in shown[each] for each in ("csv", "json"))
 
 
 LAUNCHED = {"optimizations.cuda_graph": "off"}
@@ -74,16 +77,13 @@ KERNELS, NO_KERNELS = ({"optimizations.triton_kernels": value, **LAUNCHED} for v
     ("recipe", "beside", "name"),
     [
         ("fastest", {}, "fastest"),
-        ("fastest", KERNELS, "fastest"),
         ("fastest", NO_KERNELS, "fastest"),
-        ("fastest", KERNELS | {"optimizations.cuda_graph": "on"}, "fastest"),
         ("fastest", KERNELS | {"optimizations.fp8": "tensorwise-delayed"}, "fastest-fp8"),
         ("fastest", NO_KERNELS | {"optimizations.fp8": "tensorwise"}, "fastest-fp8"),
         ("fastest", KERNELS | {"optimizations.fp8": "tensorwise"}, "fastest-fp8 + triton kernels"),
         ("fastest", NO_KERNELS | {"optimizations.fp8": "tensorwise-delayed"}, "fastest + fp8 tensorwise-delayed"),
         ("fastest-qlora", {"optimizations.triton_kernels": "on"}, "fastest-qlora"),
         ("plain", {"optimizations.loader_processes": "8"}, "plain"),
-        ("plain", {"optimizations.packing": "on"}, "packing"),
     ],
 )  # fmt: skip
 def test_recipe_name_lists_further_optimizations(recipe, beside, name):

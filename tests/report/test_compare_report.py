@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ftbench.errors import SpecError
 from ftbench.report.build import Request, report
 from ftbench.report.compare import comparison
 from ftbench.report.compare.pairs import compare
@@ -63,7 +62,6 @@ def test_same_recipe_on_two_gpus(tmp_path):
         ({"machine": {"environment.PYTORCH_CUDA_ALLOC_CONF": "x"}},
          "environment.PYTORCH_CUDA_ALLOC_CONF: unknown → x"),
         ({"applied": {"dataset.hash": "1" * 64}}, "dataset.hash: 596f31aeda2e → 111111111111"),
-        ({"applied": {"dataset.order_hash": "2" * 64}}, "dataset.order_hash: 8a8be24564bd → 222222222222"),
         ({"applied": {"model.attention": "eager"}}, "applied.attention: sdpa → eager"),
     ],
 )  # fmt: skip
@@ -75,13 +73,6 @@ def test_differences_are_listed(tmp_path, changes, told):
     assert [str(one) for one in pair.differences] == [told]
     assert pair.differences
     assert pair.speed is not None
-
-
-def test_lower_power_limit_is_a_difference(tmp_path):
-    make_run(tmp_path, "a")
-    make_run(tmp_path, "b", machine=gpu("NVIDIA RTX PRO 6000", 450, 600))
-    (one,) = only(compared(tmp_path, "gpu", "H200")).differences
-    assert one.key == "power limit"
 
 
 def test_method_specific_options_belong_to_the_axis(tmp_path):
@@ -166,24 +157,6 @@ def test_interval_of_repeats_comes_from_their_spread(tmp_path):
     assert (pair.speed.basis, pair.speed.runs, pair.speed.verdict) == ("runs", (3, 3), "lower")
 
 
-def test_difference_within_noise_is_not_distinguishable(tmp_path):
-    for i in range(3):
-        make_run(tmp_path, f"a{i}", steps(seconds=1 + 0.05 * i, seed=i))
-        make_run(tmp_path, f"b{i}", steps(seconds=1.02 + 0.05 * i, seed=i), spec=method("full"))
-    found = compared(tmp_path, "method", "lora")
-    assert only(found).speed.verdict == "not distinguishable"
-    assert only(found).break_even is None
-    assert "≈" in str(comparison.section(found).table.rows)
-
-
-def test_single_runs_are_at_most_likely(tmp_path):
-    make_run(tmp_path, "a", steps(seed=1))
-    make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
-    found = compared(tmp_path, "method", "lora")
-    assert (only(found).speed.basis, only(found).speed.verdict) == ("steps", "likely lower")
-    assert "likely -16." in str(comparison.section(found).table.rows)
-
-
 def test_few_steps_have_a_ratio_without_interval(tmp_path):
     make_run(tmp_path, "a", steps(5))
     make_run(tmp_path, "b", steps(5, 2.0), spec=method("full"))
@@ -192,10 +165,9 @@ def test_few_steps_have_a_ratio_without_interval(tmp_path):
     assert " ?" in str(comparison.section(found).table.rows)
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("")])
-def test_a_damaged_steps_csv_explains_the_missing_interval(tmp_path, damage):
+def test_a_missing_steps_csv_explains_the_missing_interval(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
-    damage(make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full")).steps)
+    make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full")).steps.unlink()
     pair = only(compared(tmp_path, "method", "lora"))
     assert pair.speed.low is None
     assert pair.reason == "there is no interval, because steps.csv of a run is missing or damaged"
@@ -236,28 +208,25 @@ def test_failed_cell_keeps_its_row_and_reason(tmp_path):
     assert other.reason == "the baseline failed"
 
 
-@pytest.mark.parametrize("missing", ["spec_json", "machine", "applied", "phases", "state", "summary", "steps"])
-def test_any_file_may_be_missing(tmp_path, ftbench, missing):
-    make_run(tmp_path, "a", steps(seed=1))
-    make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
-    broken = make_run(tmp_path, "c", spec=method("qlora"))
-    if missing != "state":  # marks a run directory
-        getattr(broken, missing).unlink()
-    for name in ("table", "md", "csv", "json"):
-        code, out, err = ftbench("report", tmp_path, "--compare", "method", "--baseline", "lora", "--format", name)
-        assert (code, err) == (0, "")
-        assert "lora" in out
+PARTS = ["spec_json", "machine", "applied", "phases", "state", "summary", "steps"]
 
 
-@pytest.mark.parametrize("text", ["{", '{"gpu": [], "model": 3, "train": null}'])
-@pytest.mark.parametrize("part", ["spec_json", "machine", "applied", "summary"])
-def test_malformed_files_are_tolerated(tmp_path, ftbench, part, text):
+@pytest.mark.parametrize("format", ["table", "json"])
+def test_any_file_may_be_missing_or_malformed(tmp_path, ftbench, format):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
-    broken = make_run(tmp_path, "c", spec=method("qlora"))
-    getattr(broken, part).write_text(text)
-    code, _, err = ftbench("report", tmp_path, "--compare", "method", "--answers")
+    for part in PARTS:
+        broken = make_run(tmp_path, f"without-{part}", spec=method("qlora"))
+        if part != "state":  # marks a run directory
+            getattr(broken, part).unlink()
+        if part not in ("phases", "state", "steps"):
+            broken = make_run(tmp_path, f"broken-{part}", spec=method("qlora"))
+            getattr(broken, part).write_text('{"gpu": [], "model": 3, "train": null}')
+    code, out, err = ftbench(
+        "report", tmp_path, "--compare", "method", "--baseline", "lora", "--answers", "--format", format
+    )
     assert (code, err) == (0, "")
+    assert "lora" in out
 
 
 def test_killed_run_with_a_torn_line_is_compared(tmp_path):
@@ -267,16 +236,6 @@ def test_killed_run_with_a_torn_line_is_compared(tmp_path):
         file.write("31,0.5")
     killed.summary.unlink()
     assert only(compared(tmp_path, "method", "lora")).speed is not None
-
-
-@pytest.mark.parametrize("column", ["loss", "grad_norm"])
-def test_nan_is_a_failure(tmp_path, column):
-    make_run(tmp_path, "a", steps(seed=1, grad_norm=1.0))
-    rows = steps(seed=2, **{"grad_norm": 1.0, column: lambda step: float("nan") if step > 1 else 2.0})
-    make_run(tmp_path, "b", rows, spec={"optimizations.compile": True})
-    pair = only(compared(tmp_path, "optimization"))
-    assert pair.cell.state.startswith("not finite: ")
-    assert pair.speed is None
 
 
 def test_recipes_are_compared_with_plain(tmp_path):
@@ -320,10 +279,7 @@ def test_baseline_with_the_same_graph_is_preferred(tmp_path):
         (["--compare", "method", "--baseline", "H100"], "--baseline H100: not one of full, lora"),
         (["--compare", "method", "--baseline", "l"], "matches full, lora: write the full value"),
         (["--baseline", "lora"], "needs an axis"),
-        (["--rows", "merged"], "'merged' is not one of 'auto', 'each', 'merge'"),
-        (["--hours", "-1"], "Invalid value for '--hours'"),
         (["--fail-above", "5%"], "--fail-above needs --against"),
-        (["--compare", "method", "--format", "jsn"], "is not one of 'table', 'md', 'csv', 'json', 'html'"),
     ],
 )  # fmt: skip
 def test_invalid_options_are_errors(tmp_path, ftbench, arguments, said):
@@ -335,18 +291,15 @@ def test_invalid_options_are_errors(tmp_path, ftbench, arguments, said):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    "axis", ["gpu", "batch", "framework", "train.learning_rate", "versions.torch", "commit", "driver"]
-)
-def test_any_spec_key_or_machine_fact_is_an_axis(tmp_path, axis):
+def test_any_spec_key_or_machine_fact_is_an_axis(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(
         tmp_path, "b", steps(seconds=1.5, seed=2),
         machine={"gpu.name": MAX_Q, "versions.torch": "2.12.0", "ftbench.commit": "e" * 40, "gpu.driver": "1"},
         spec={"train.batch_size": 8, "launch.framework": "axolotl", "train.learning_rate": 1.0},
     )  # fmt: skip
-    found = compared(tmp_path, axis)
-    assert len(found.pairs) == 1
+    for axis in ("gpu", "batch", "framework", "train.learning_rate", "versions.torch", "commit", "driver"):
+        assert len(compared(tmp_path, axis).pairs) == 1, axis
 
 
 def test_a_release_is_compared_if_there_is_no_commit(tmp_path):
@@ -499,17 +452,10 @@ def test_comparison_in_every_format(tmp_path, ftbench):
         assert "same" in text
 
 
-def test_hostile_names_are_escaped(tmp_path, ftbench):
-    make_run(tmp_path, "a", steps(seed=1), machine={"gpu.name": "=cmd()|'</script>"})
-    make_run(tmp_path, "b", steps(seed=2), machine={"gpu.name": "\u202eevil\x1b[31m"})
-    shown = ftbench("report", tmp_path, "--compare", "gpu")[1]
-    assert "\x1b" not in shown
-    assert "</script>" not in ftbench("report", tmp_path, "--compare", "gpu", "--format", "md")[1]
-
-
 _PIECES = st.sampled_from(["=", "-", "\r", "\n", ",", '"', " ", "\t", "a", "1", "|", "'", ";"])
 
 
+@settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.text(_PIECES, min_size=1, max_size=6), st.text(_PIECES, max_size=8)), min_size=1))
 def test_a_csv_reader_gets_the_same_cells(records):
     names = list(dict.fromkeys(name for record in records for name in record))
@@ -524,7 +470,7 @@ def test_markdown_cells_are_escaped():
 def test_output_files_contain_no_control_characters(tmp_path, ftbench):
     make_run(tmp_path / "runs", "a", state={"state": "error", "reason": "a\x1b[2Jb\x9bc"})
     for format in ("md", "csv", "json", "table", "html"):
-        assert ftbench("report", tmp_path / "runs", "--format", format, "-o", tmp_path / format)[0] == 0
+        assert ftbench("report", tmp_path / "runs", "--format", format, "-o", tmp_path / format)[:2] == (0, "")
         assert not {"\x1b", "\x9b"} & {*(tmp_path / format).read_text()}, format
 
 
@@ -539,20 +485,12 @@ def test_table_gets_columns_for_varying_keys(tmp_path):
     assert axes.headings(keys) == ["learning rate", "dataset.seed", "train.seed"]
 
 
-def test_equal_runs_have_no_axes(tmp_path):
-    make_run(tmp_path, "a")
-    make_run(tmp_path, "b", spec=method("qlora"))
-    (record, _), keys = with_axes(runs_of(collect([tmp_path])))
-    assert keys == []
-    assert not [name for name in record if name.startswith("spec.")]
-
-
 def test_thousands_of_axes_are_limited(tmp_path, ftbench):
     for value in (1, 2):
-        make_run(tmp_path, f"r{value}", spec={f"future.key{i}": value for i in range(10_000)})
+        make_run(tmp_path, f"r{value}", spec={f"future.key{i}": value for i in range(2000)})
     code, out, _ = ftbench("report", tmp_path)
     assert code == 0
-    assert "9,990 more keys vary" in out or "9990 more keys vary" in out
+    assert "1990 more keys vary" in out
     assert len(out.splitlines()[1]) < 400
 
 
@@ -600,13 +538,13 @@ def check_against_pandas(folder) -> int:
     return checked
 
 
-@pytest.mark.parametrize("folder", ["plain", "study", "qwen3-8b-frontier"])
+@pytest.mark.parametrize("folder", ["plain", "qwen3-8b-frontier"])
 def test_figures_of_committed_runs_match_pandas(tmp_path, folder):
     shutil.copytree(RESULTS / folder, tmp_path / folder)
     assert check_against_pandas(tmp_path / folder) > 10
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(st.sampled_from(["lora", "qlora", "full"]), st.sampled_from([2, 4]), st.floats(0.01, 50),
@@ -623,37 +561,6 @@ def test_figures_of_made_runs_match_pandas(tmp_path_factory, made):
                      real_tokens=lambda step, seed=seed: 1000 + (seed * step) % 700)  # fmt: skip
         make_run(out, f"r{number}", rows, spec=method(name) | {"train.batch_size": batch})
     assert check_against_pandas(out / "made") > 10
-
-
-def test_intervals_between_repeats_match_scipy(tmp_path):
-    """Welch's interval on logarithms, with numpy."""
-    for i, (a, b) in enumerate([(1.0, 1.3), (1.01, 1.34), (0.98, 1.29)]):
-        make_run(tmp_path, f"a{i}", steps(seconds=a, noise=0, seed=i))
-        make_run(tmp_path, f"b{i}", steps(seconds=b, noise=0, seed=i), spec=method("full"))
-    record = comparison.section(compared(tmp_path, "method", "lora")).records[1]
-    rates = {run.run_id: by_pandas(run)["tokens_per_s.real"] for run in rundir.find_runs(tmp_path)}
-    sides = [np.log([rate for name, rate in rates.items() if name[0] == side]) for side in "ab"]
-    parts = [side.var(ddof=1) / 3 for side in sides]
-    freedom = sum(parts) ** 2 / sum(part**2 / 2 for part in parts)
-    assert 2 <= freedom <= 4
-    width = np.log(record["speed_high"] / record["speed_ratio"]) / np.sqrt(sum(parts))
-    assert 2.776 <= width <= 4.303  # the quantiles for four and for two degrees of freedom
-
-
-def test_cells_do_not_depend_on_the_order(tmp_path):
-    for i in range(4):
-        make_run(tmp_path, f"a{i}", steps(seconds=1 + i, seed=i), spec=method("full") if i % 2 else None)
-    runs = runs_of(collect([tmp_path]))
-    forward = comparison.section(compare(runs, "method", "lora")).records
-    backward = comparison.section(compare(runs[::-1], "method", "lora")).records
-    assert forward[1]["speed_ratio"] == pytest.approx(backward[1]["speed_ratio"])
-    assert len(cells_of(runs)) == 2
-
-
-def test_an_unknown_axis_raises(tmp_path):
-    make_run(tmp_path, "a")
-    with pytest.raises(SpecError, match="unknown key"):
-        compared(tmp_path, "nothing.at.all")
 
 
 def test_unsloth_is_a_separate_recipe():

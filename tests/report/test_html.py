@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,10 +18,9 @@ from ftbench.report.build import Request, report
 from ftbench.report.data.collect import collect
 from ftbench.report.document import ANSWER, Report, Section, Table
 from ftbench.report.formats import render
-from made_runs import make_run
+from made_runs import RESULTS, make_run
 from made_runs import steps as made_steps
 
-COMMITTED = Path(__file__).parents[2] / "results"
 ASSETS = Path(html.__file__).parent / "assets"
 
 
@@ -87,11 +85,11 @@ def test_policy_allows_only_the_script(page):
     assert f"'sha256-{base64.b64encode(hashlib.sha256(running[0].encode()).digest()).decode()}'" in policy
 
 
-def test_page_of_all_committed_runs_is_small():
-    text = report(Request([COMMITTED], "html")).text
+def test_page_of_many_committed_runs_is_small():
+    text = report(Request([RESULTS / "grid"], "html")).text
     runs = text.count("<tr id=")
-    assert runs > 150
-    assert len(text.encode()) < 3_000 * runs
+    assert runs > 50
+    assert len(text.encode()) < 2_000 * runs
 
 
 def test_run_texts_are_escaped(text, page):
@@ -99,11 +97,6 @@ def test_run_texts_are_escaped(text, page):
     assert not any("onerror" in attributes for _, attributes in page.tags)
     assert any("window.stolen=1" in word for word in page.words)  # shown, as words
     assert any(JAPANESE in word for word in page.words)
-
-
-def test_backticks_become_code():
-    assert html._code("set `a < b` or `c`, <i>") == "set <code>a &lt; b</code> or <code>c</code>, &lt;i&gt;"
-    assert html._code("one ` only") == "one ` only"
 
 
 def test_names_cannot_change_the_writing_direction(text):
@@ -159,17 +152,6 @@ def test_loss_is_drawn_only_if_a_model_learned(tmp_path, learned):
     assert ('<path class="line"' in text) is learned
 
 
-def test_sections_are_in_order(tmp_path):
-    for batch in (1, 4):
-        made(tmp_path, "lora", batch)
-    keys = ("comparison", "scaling", "energy")
-    sections = [Section(key, key, None, [key]) for key in keys]
-    page = Page(render(Report(collect([tmp_path]), sections=sections), "html"))
-    assert [attributes["id"] for tag, attributes in page.tags if tag == "section"] == [
-        "section-comparison", "section-scaling", "section-energy", "losses", "all-runs",
-    ]  # fmt: skip
-
-
 def test_style_sheet_has_no_broken_rules():
     """Browsers silently drop a rule whose selector contains a comment or another rule."""
     style = re.sub(r"/\*.*?\*/", "", (ASSETS / "report.css").read_text("utf-8"), flags=re.DOTALL)
@@ -191,7 +173,7 @@ def test_page_of_failed_runs_works(tmp_path):
     assert any("1 fine-tuning run without a valid speed" in word for word in page.words)
 
 
-@pytest.mark.parametrize("content", ["<b>", "a & b", '"quoted"', "</td><script>", "</section>"])
+@pytest.mark.parametrize("content", ['"quoted" & more', "</td><script>"])
 def test_markup_in_any_text_is_escaped(content, tmp_path):
     made(tmp_path, "lora", 4)
     table = Table({content: content}, [content, "GPU"], [[content, content]], [content])
@@ -204,7 +186,7 @@ def test_markup_in_any_text_is_escaped(content, tmp_path):
             "html",
         )
     )
-    assert content not in body or content == "</section>"
+    assert content not in body
     assert Page(text).words.count(content) == 6
     point = Section(ANSWER, content, None, [content])
     words = " ".join(Page(render(Report(collect([tmp_path]), sections=[point]), "html")).words)
@@ -212,26 +194,9 @@ def test_markup_in_any_text_is_escaped(content, tmp_path):
     assert {tag for tag, _ in Page(text).tags} <= {tag for tag, _ in plain.tags}
 
 
-@pytest.mark.parametrize("format", ["table", "md", "csv", "json", "html"])
-def test_every_format_can_be_written(format, tmp_path, monkeypatch, capsys):
-    from ftbench import cli
-
-    made(tmp_path / "runs", "lora", 4)
-    target = tmp_path / f"report.{format}"
-    monkeypatch.setattr(
-        sys, "argv", ["ftbench", "report", str(tmp_path / "runs"), "--format", format, "-o", str(target)]
-    )
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code
-    assert capsys.readouterr().out == ""
-    assert "lora" in target.read_text("utf-8")
-
-
-@pytest.mark.parametrize("name", ["x.pdf", "x.xlsx", "x.htlm"])
-def test_unknown_file_suffixes_are_errors(name):
-    with pytest.raises(SpecError, match=rf"-o {name}: cannot write a report as"):
-        formats.format_of(Path(name))
+def test_unknown_file_suffixes_are_errors():
+    with pytest.raises(SpecError, match=r"-o x.htlm: cannot write a report as"):
+        formats.format_of(Path("x.htlm"))
     assert [formats.format_of(Path(other)) for other in ("x", "x.txt", "x.HTM", "/dev/stdout")] == [
         "table", "table", "html", "table"
     ]  # fmt: skip
@@ -248,20 +213,14 @@ def test_files_next_to_runs_are_ignored(tmp_path):
         collect([tmp_path / "page.html", tmp_path / "README.md"])
 
 
-def test_unwritable_output_is_an_error(tmp_path, monkeypatch, capsys):
-    from ftbench import cli
-
+def test_unwritable_output_is_an_error(tmp_path, ftbench):
     made(tmp_path / "runs", "lora", 4)
-    monkeypatch.setattr(sys, "argv", ["ftbench", "report", str(tmp_path / "runs"), "-o", str(tmp_path / "no" / "x.md")])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    err = capsys.readouterr().err
-    assert end.value.code == 3
+    code, _, err = ftbench("report", tmp_path / "runs", "-o", tmp_path / "no" / "x.md")
+    assert code == 3
     assert "does not exist" in err
     assert err.count("\n") == 1
 
 
 def test_assets_contain_no_urls():
-    folder = ASSETS
-    for path in folder.iterdir():
+    for path in ASSETS.iterdir():
         assert not re.search(r"https?:|//[a-z]+\.[a-z]|@import|url\(", path.read_text("utf-8")), path.name

@@ -126,8 +126,7 @@ def test_run_is_found_by_folder_id_or_number(ftbench):
 
 @pytest.mark.parametrize(
     ("rows", "name", "value"),
-    [(WAITING, "loader_processes", True), (IDLE, "compile", True), (IDLE, "compile", "lean"),
-     ({"padded_tokens": 16384}, "packing", True)],
+    [(WAITING, "loader_processes", True), (IDLE, "compile", "lean"), ({"padded_tokens": 16384}, "packing", True)],
 )  # fmt: skip
 def test_optimizations_that_are_on_are_not_suggested(ftbench, tmp_path, rows, name, value):
     spec = {f"optimizations.{name}": value}
@@ -149,11 +148,10 @@ def test_unknown_and_ambiguous_names_are_errors(ftbench, name, message):
     assert message in err
 
 
-@pytest.mark.parametrize("width", [80, 120, 160])
-def test_lines_fit_the_terminal_except_long_paths(ftbench, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_lines_fit_the_terminal_except_long_paths(ftbench, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     out = ftbench("show", "1", RESULTS / "launch-bound")[1]
-    assert [line for line in out.splitlines() if cell_len(line) > width and "/spec.json" not in line] == []
+    assert [line for line in out.splitlines() if cell_len(line) > 80 and "/spec.json" not in line] == []
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -168,12 +166,9 @@ def test_recorded_spec_can_be_loaded_again(tmp_path, name):
 @pytest.mark.parametrize(
     ("section", "forged"),
     [
-        ("memory_gb", {"allocated_peak": 3.0, "peak_phase": None}), ("memory_gb", {"allocated_peak": 3.0}),
-        ("tokens_per_s", {"real": None, "padded": 5.0}), ("tokens_per_s", {"padded": 5.0}),
-        ("step_time_s", {"median": 1.0, "ci95": [1.0]}), ("step_time_s", {"ci95": [1.0, 2.0]}),
-        ("steps", {"total": 3}), ("bound", {"verdict": "compute-bound"}), ("parameters", {"trainable": 5}),
-        ("ranks", {"token_skew": 0.5}), ("ranks", {"count": 10**9}), ("ranks", {"count": 2, "spread": {"a": {"x": 1}}}),
-        ("forward_s", {"vision": None}), ("parameters", {}),
+        ("memory_gb", {"allocated_peak": 3.0}), ("tokens_per_s", {"padded": 5.0}),
+        ("step_time_s", {"median": 1.0, "ci95": [1.0]}), ("bound", {"verdict": "compute-bound"}),
+        ("ranks", {"count": 2, "spread": {"a": {"x": 1}}}), ("forward_s", {"vision": None}), ("parameters", {}),
     ],
 )  # fmt: skip
 def test_card_of_an_incomplete_summary_is_shown(ftbench, tmp_path, section, forged):
@@ -241,20 +236,6 @@ def test_show_of_a_run_in_a_bundle_names_no_temporary_folder(ftbench, tmp_path):
 def test_row_names_mention_the_cpu_if_gpus_vary():
     rows = [("Qwen/Qwen3-8B", "lora", gpu, "synthetic") for gpu in ("none (CPU)", "NVIDIA H200")]
     assert row_names(rows) == ["lora on the CPU", "lora on H200 SXM"]
-
-
-@pytest.mark.exhaustive
-def test_run_in_the_root_directory_is_shown(ftbench, tmp_path, monkeypatch):
-    run = make_run(tmp_path, "a")
-    monkeypatch.setattr(rundir.Path, "resolve", lambda path, strict=False: rundir.Path("/a"))
-    assert ftbench("show", run.path)[0] == 0
-
-
-def test_condition_of_many_spaces_is_rejected_quickly(ftbench, tmp_path):
-    make_run(tmp_path, "a")
-    code, _, err = ftbench("report", tmp_path, "--where", "a" + " " * 120_000 + "b")
-    assert code == 2
-    assert "write it as method=lora" in err
 
 
 def test_suggested_batch_keeps_the_samples_per_step_of_an_odd_batch(ftbench, tmp_path):

@@ -14,6 +14,9 @@ from ftbench.report import build, formats, runs_table, select
 from made_runs import MAX_Q, OOM, RESULTS, make_run, method, steps
 
 WIDTHS = (80, 120, 160)
+STORES = sorted(path.name for path in RESULTS.iterdir() if path.is_dir())
+# These have repeats, failures, other frameworks, images, several GPUs and recipes with long names.
+USUAL = {"headline", "frameworks", "images", "several-gpus", "kernels", "recipes", "qwen3-8b-frontier"}
 
 
 def prices(folder):
@@ -39,7 +42,9 @@ def too_wide(text, width):
     return [line for line in text.splitlines() if cell_len(line) > width]
 
 
-@pytest.mark.parametrize("store", sorted(path.name for path in RESULTS.iterdir() if path.is_dir()))
+@pytest.mark.parametrize(
+    "store", [name if name in USUAL else pytest.param(name, marks=pytest.mark.exhaustive) for name in STORES]
+)
 def test_report_of_committed_runs_fits_the_terminal(monkeypatch, tmp_path, store):
     """Read the runs once and render them at each width."""
     drawn = []
@@ -51,14 +56,13 @@ def test_report_of_committed_runs_fits_the_terminal(monkeypatch, tmp_path, store
         assert too_wide(formats.render(drawn[0], "table"), width) == []
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(
-    "options", [[], ["--compare", "method"], ["--compare", "gpu"], ["--rows", "merge"]], ids=" ".join
-)
-def test_report_of_mixed_runs_fits_the_terminal(ftbench, monkeypatch, tmp_path, options, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    code, out, _ = ftbench("report", mixed(tmp_path), *options)
-    assert (code, too_wide(out, width)) == (0, [])
+@pytest.mark.parametrize("options", [[], ["--compare", "method"], ["--rows", "merge"]], ids=" ".join)
+def test_report_of_mixed_runs_fits_the_terminal(ftbench, monkeypatch, tmp_path, options):
+    mixed(tmp_path)
+    for width in (80, 160):
+        monkeypatch.setenv("COLUMNS", str(width))
+        code, out, _ = ftbench("report", tmp_path, *options)
+        assert (code, too_wide(out, width)) == (0, [])
 
 
 def test_pipe_and_wide_show_all_columns(ftbench, monkeypatch, tmp_path):
@@ -136,30 +140,25 @@ def test_merged_row_has_the_warnings_of_all_repeats(ftbench, tmp_path):
     assert [line for line in out.splitlines() if "hot" in line] == ["note: #2: hot"]
 
 
-def test_title_skips_empty_values(ftbench, tmp_path):
-    make_run(tmp_path, "a", spec={"model.weights": ""})
-    assert "weights" not in ftbench("report", tmp_path)[1].splitlines()[0]
-
-
 # --- which runs, in which order, under which columns -----------------------------------------------------------------
 
 
-@pytest.fixture
-def store(tmp_path):
-    make_run(tmp_path, "a", steps(seconds=1.0, seed=1))
-    make_run(tmp_path, "b", steps(seconds=0.5, seed=2), spec=method("qlora") | {"method.rank": 16})
-    make_run(tmp_path, "c", steps(seconds=2.0, seed=3), spec=method("qlora"), machine={"gpu.name": MAX_Q})
-    make_run(tmp_path, "d", steps(1), spec=method("full"), state=OOM)
-    return tmp_path
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    make_run(folder, "a", steps(seconds=1.0, seed=1))
+    make_run(folder, "b", steps(seconds=0.5, seed=2), spec=method("qlora") | {"method.rank": 16})
+    make_run(folder, "c", steps(seconds=2.0, seed=3), spec=method("qlora"), machine={"gpu.name": MAX_Q})
+    make_run(folder, "d", steps(1), spec=method("full"), state=OOM)
+    return folder
 
 
 @pytest.mark.parametrize(
     ("condition", "kept"),
     [
-        ("method=lora", "a"), ("method=lora,full", "ad"), ("method!=lora", "bcd"), ("rank=16", "b"),
-        ("method.rank=8", "ac"), ("gpu=RTX PRO", "c"), ("state=ok", "abc"), ("tokens/s>=8000", "ab"),
-        ("peak GiB<100", "abc"), ("memory_gb.allocated_peak < 1e3", "abc"), ("double_quant=true", "bc"),
-        ("recipe=plain qlora", "bc"),
+        ("method=lora,full", "ad"), ("method!=lora", "bcd"), ("method.rank=8", "ac"), ("gpu=RTX PRO", "c"),
+        ("tokens/s>=8000", "ab"), ("memory_gb.allocated_peak < 1e3", "abc"), ("double_quant=true", "bc"),
+        ("recipe=plain qlora", "bc"), ("model=Qwen/Qwen3-8B", "abcd"),
     ],
 )  # fmt: skip
 def test_where_keeps_matching_runs(ftbench, store, condition, kept):
@@ -174,9 +173,7 @@ def test_row_numbers_do_not_depend_on_filters(ftbench, store):
     assert some.keys() < every.keys()
 
 
-@pytest.mark.parametrize(
-    ("option", "order"), [("tokens/s", "bac"), ("-tokens/s", "cab"), ("step", "bac"), ("first_step_s", "abc")]
-)
+@pytest.mark.parametrize(("option", "order"), [("tokens/s", "bac"), ("-tokens/s", "cab"), ("first_step_s", "abc")])
 def test_sort_puts_the_best_first_and_unknown_last(ftbench, store, option, order):
     out = ftbench("report", store, f"--sort={option}", "--format", "csv")[1]
     assert "".join(row["run_id"] for row in csv.DictReader(io.StringIO(out)))[:3] == order
@@ -186,7 +183,6 @@ def test_sort_puts_the_best_first_and_unknown_last(ftbench, store, option, order
     ("arguments", "said"),
     [
         (["--where", "methd=lora"], "--where methd: unknown column; did you mean method?"),
-        (["--where", "method=lorra"], "no run matches; did you mean lora? (values: full, lora, qlora)"),
         (["--where", "method"], "write it as method=lora, batch=4,8 or tokens/s>=5000"),
         (["--where", "rank=1"], "--where rank=1: no run matches; did you mean 16? (values: 8, 16)"),
         (["--where", "tokens/s>fast"], "> compares with a number"),
@@ -229,22 +225,22 @@ def test_where_does_not_match_the_end_of_another_method(ftbench, tmp_path):
     assert ftbench("report", tmp_path, "--where", "method=lora")[0] == 2
 
 
-@pytest.mark.parametrize("wanted", ["=true", "=True", "!=false", "=on"])
-def test_where_reads_switches_of_records(ftbench, tmp_path, wanted):
+def test_where_reads_switches_of_records(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seed=2), spec={"measure.share_gpu": True})
     records = [{"path": str(tmp_path / "made" / name), "state": "ok", "model": "m", "weights": "", "gpu": None,
                 "optimizations": [], "method": "lora", "batch_size": 1, "contention.contended": name == "b"}
                for name in "ab"]  # fmt: skip
-    assert [each["path"][-1] for each in select.matching(records, [f"contention.contended{wanted}"])] == ["b"]
+    for wanted in ("=true", "=True", "!=false", "=on"):
+        assert [each["path"][-1] for each in select.matching(records, [f"contention.contended{wanted}"])] == ["b"]
 
 
-@pytest.mark.parametrize("option", ["energy.joules_per_1k_samples", "-model_tflops", "hfu"])
-def test_sort_by_a_field_puts_the_best_first(ftbench, tmp_path, option):
+def test_sort_by_a_field_puts_the_best_first(ftbench, tmp_path):
     make_run(tmp_path, "a", steps(seed=1, seconds=2.0))
     make_run(tmp_path, "b", steps(seed=2), spec={"method.rank": 16})
-    out = ftbench("report", tmp_path, f"--sort={option}", "--format", "csv")[1]
-    assert "".join(row["run_id"] for row in csv.DictReader(io.StringIO(out))) == ("ab" if option[0] == "-" else "ba")
+    for option, order in (("energy.joules_per_1k_samples", "ba"), ("-model_tflops", "ab")):
+        out = ftbench("report", tmp_path, f"--sort={option}", "--format", "csv")[1]
+        assert "".join(row["run_id"] for row in csv.DictReader(io.StringIO(out))) == order
 
 
 def test_headings_of_varying_keys_select_and_sort(ftbench, tmp_path):

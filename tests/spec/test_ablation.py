@@ -29,17 +29,17 @@ LEFT_OUT = {
 OF_IMAGES = {key: {"name": "file", "path": "/images"} for key in ("image_cache",)}
 
 
-@pytest.mark.parametrize("key", Optimizations.model_fields)
-def test_each_value_of_an_optimization_is_a_variant(key):
-    tried = [rung.changes[f"optimizations.{key}"] for rung in EVERY if rung.key == key]
-    assert len(tried) == len(set(tried))
-    assert set(tried) == set(choices(key)) - LEFT_OUT.get(key, set())
+def test_each_value_of_an_optimization_is_a_variant():
+    for key in Optimizations.model_fields:
+        tried = [rung.changes[f"optimizations.{key}"] for rung in EVERY if rung.key == key]
+        assert len(tried) == len(set(tried))
+        assert set(tried) == set(choices(key)) - LEFT_OUT.get(key, set()), key
 
 
-@pytest.mark.parametrize("rung", EVERY, ids=lambda rung: rung.name)
-def test_variant_is_valid(rung):
-    spec = SPEC.model_copy(update={"dataset": Dataset.model_validate(OF_IMAGES.get(rung.key, {}))})
-    assert incompatibilities(ablation.with_changes(ablation.plain_spec(spec), rung.changes)) == []
+def test_variants_are_valid():
+    for rung in EVERY:
+        spec = SPEC.model_copy(update={"dataset": Dataset.model_validate(OF_IMAGES.get(rung.key, {}))})
+        assert incompatibilities(ablation.with_changes(ablation.plain_spec(spec), rung.changes)) == [], rung.name
 
 
 def test_plain_spec_has_no_optimizations():
@@ -69,21 +69,19 @@ def test_only_keeps_the_named_variants(only, names):
     assert [rung.name for rung in ablation.variants("adamw_torch", only)] == names
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"), [("complie", "did you mean compile?"), ("", "allowed: "), ("x" * 99, "fp8")]
-)
+@pytest.mark.parametrize(("name", "expected"), [("complie", "did you mean compile?"), ("", "allowed: ")])
 def test_only_lists_the_allowed_names(name, expected):
     with pytest.raises(SpecError, match="--only") as caught:
         ablation.variants("adamw_torch", [name])
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize("rung", EVERY, ids=lambda rung: rung.name)
-def test_settings_reproduce_a_variant(rung, tmp_path):
+def test_settings_reproduce_each_variant(tmp_path):
     path = tmp_path / "spec.yaml"
-    path.write_text(
-        "model: tiny/qwen3\ntrain: {precision: bf16}\noptimizations: {liger: on, compile: dynamic}\n"
-        f"dataset: {json.dumps(OF_IMAGES.get(rung.key, {}))}\n"
-    )
-    wanted = ablation.with_changes(ablation.plain_spec(load(path)), rung.changes)
-    assert load(path, ["recipe=plain", *ablation.settings(rung.changes.items())]) == wanted
+    for rung in EVERY:
+        path.write_text(
+            "model: tiny/qwen3\ntrain: {precision: bf16}\noptimizations: {liger: on, compile: dynamic}\n"
+            f"dataset: {json.dumps(OF_IMAGES.get(rung.key, {}))}\n"
+        )
+        wanted = ablation.with_changes(ablation.plain_spec(load(path)), rung.changes)
+        assert load(path, ["recipe=plain", *ablation.settings(rung.changes.items())]) == wanted, rung.name

@@ -101,20 +101,20 @@ def test_precedence_of_extends_file_and_set(files):
     assert load(folder / "c.yaml").train.batch_size == 3
 
 
-@pytest.mark.parametrize("circle", [{"a": "a"}, {"a": "b", "b": "a"}, {"a": "b", "b": "c", "c": "a"}])
+@pytest.mark.parametrize("circle", [{"a": "a"}, {"a": "b", "b": "c", "c": "a"}])
 def test_circular_extends_is_an_error(files, circle):
     folder = files(**{name: f"{MODEL}extends: ./{base}.yaml\n" for name, base in circle.items()})
     with pytest.raises(SpecError, match="extend each other in a circle"):
         load(folder / "a.yaml")
 
 
-@pytest.mark.parametrize("text", ["model={id: tiny/qwen3", "dataset.columns=[a", "dataset={name: 'sample}"])
+@pytest.mark.parametrize("text", ["dataset.columns=[a", "dataset={name: 'sample}"])
 def test_a_mapping_or_list_in_set_must_be_valid_yaml(problems, text):
     (message,) = problems(MODEL, text)
     assert message == f"--set {text}: the value is not valid YAML: check its brackets and quotes"
 
 
-@pytest.mark.parametrize("text", ["train.batch_size", "=3", "train..x=3", ".a=1", "dataset.columns.a=b", ""])
+@pytest.mark.parametrize("text", ["train.batch_size", "=3", "train..x=3", "dataset.columns.a=b"])
 def test_malformed_set_shows_the_syntax(problems, text):
     (message,) = problems(MODEL, text)
     assert message.startswith(f"--set {text}: write it as key.sub=value, for example train.batch_size=8 or ")
@@ -172,7 +172,6 @@ def test_change_of_model_drops_revision_and_path(files):
         ("train: {learning_rate: fast}", ["train.learning_rate: 'fast' must be a number, without a unit"]),
         ("train: {batch_size: [1, 2]}", ["train.batch_size: [1, 2] is a list: ", "`sweep: {axes: {KEY: [...]}}`"]),
         ("method: [lora, qlora]", ["method: ['lora', 'qlora'] is a list: ", "`sweep: {axes: {KEY: [...]}}`"]),
-        ("train: [{seed: 3}]", ["train: [{'seed': 3}] is not a section"]),
         ("optimizations: [liger]", ["optimizations: ['liger'] is not a section: give it keys (allowed: activation"]),
         ("batch_size: 8", ["batch_size: no such key; did you mean train.batch_size? (allowed: extends, recipe, sweep"]),
         ("dataset: data/my.jsonl", ["is a file: write `dataset: {name: file, path: data/my.jsonl}`"]),
@@ -190,15 +189,11 @@ def test_change_of_model_drops_revision_and_path(files):
         ("method: {name: lora, targets: q_proj}", ["method.targets: 'q_proj' must be all-linear or a list"]),
         ("method: {name: lora, targets: []}", ["method.targets: [] must be all-linear or have at least 1 item"]),
         ("dataset: japanese-alpca", ["dataset.name: 'japanese-alpca'", "did you mean japanese-alpaca?", "synthetic"]),
-        ("dataset: {name: synthetic, samples: 1, like: alpca}", ["dataset.like: 'alpca'", "allowed: japanese-alpaca"]),
-        ("name: ../../etc", ["name: '../../etc' may have up to 80 letters"]),
         ("name: 実験", ["name: '実験' may have up to 80 letters (a to z), digits"]),
         ("train: 5", ["train: 5 is not a section", "allowed: batch_size"]),
         ("train:", ["train: is empty: give it keys (allowed: batch_size", "or leave it out"]),
-        ("method: []", ["method: [] is not a section"]),
         ("lr: 1e-4", ["lr: no such key; did you mean train.learning_rate? (allowed: extends"]),
         ("on: 3", ["on: no such key"]),
-        ("1: 3", ["1: no such key"]),
     ],
 )
 def test_error_has_file_line_key_value_and_allowed(problems, text, parts):
@@ -254,7 +249,7 @@ def test_tiny_models_have_random_weights_by_default(files, tmp_path):
     assert load(folder / "other.yaml", ["model=tiny/qwen3"]).model.weights == "random"
 
 
-@pytest.mark.parametrize("revision", ["", "revision: main,", "revision: 0123abc,", f"revision: {'G' * 40},"])
+@pytest.mark.parametrize("revision", ["", "revision: main,", f"revision: {'G' * 40},"])
 def test_remote_code_needs_a_commit(problems, revision):
     (message,) = problems(f"model: {{id: x/y, {revision} trust_remote_code: true}}\n")
     assert "40 hex digits of a commit" in message
@@ -296,7 +291,6 @@ def test_conflicting_dataset_keys_are_errors(problems, dataset, sentence):
         ("train: {warmup_steps: 2, lr_scheduler: constant}", "train.lr_scheduler constant ignores train.warmup_steps"),
         ("method: qlora\ntrain: {precision: fp16}", "set train.precision to bf16 or fp32"),
         ("method: {name: lora, targets: [q_proj, lm_head]}", "method.targets: lm_head cannot have an adapter"),
-        ("method: {name: qlora, targets: [model.lm_head]}", "method.targets: lm_head cannot have an adapter"),
     ],
 )
 def test_impossible_combinations_are_errors(problems, text, sentence):
@@ -332,7 +326,6 @@ def test_fp16_with_auto_dtype_is_checked_after_resolve(spec, capability, refused
         (None, "float32", "fp32"),
         ((7, 5), "float32", "fp32"),
         (AMPERE, "bfloat16", "bf16"),
-        (HOPPER, "bfloat16", "bf16"),
     ],
 )
 def test_auto_is_bfloat16_if_supported(spec, capability, dtype, precision):
@@ -383,8 +376,7 @@ def test_varlen_needs_the_gpus_of_flash_attention(spec, precision):
     assert machine_incompatibilities(found, AMPERE) == []
 
 
-@pytest.mark.parametrize("capability", [None, (7, 5), HOPPER])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("capability", "dtype"), [(None, "bfloat16"), ((7, 5), "bfloat16"), (HOPPER, "float32")])
 def test_auto_compute_dtype_is_that_of_the_model(spec, capability, dtype):
     assert resolve(spec("method: qlora", f"model.dtype={dtype}"), capability).method.compute_dtype == dtype
 
@@ -392,11 +384,6 @@ def test_auto_compute_dtype_is_that_of_the_model(spec, capability, dtype):
 def test_mxfp4_with_an_explicit_dtype_works_after_resolve(spec):
     found = spec("method: {name: qlora, quant_type: mxfp4}", "model=openai/gpt-oss-20b", "model.dtype=bfloat16")
     assert incompatibilities(resolve(found, None)) == []
-
-
-def test_longest_first_is_kept_with_another_dataset(files):
-    path = files(spec="model: a/b\ndataset: {name: sample, longest_first: on}\n") / "spec.yaml"
-    assert load(path, ["dataset=alpaca"]).dataset.longest_first
 
 
 # --- gpt-oss ---------------------------------------------------------------------------------------------------------
@@ -431,7 +418,7 @@ def test_mxfp4_needs_compute_capability_8(files):
 # --- a model by its path ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["models/my-qwen", "models/my-qwen/config.json", "./models/my-qwen/"])
+@pytest.mark.parametrize("path", ["models/my-qwen/config.json", "./models/my-qwen/"])
 def test_model_path_gives_the_id(files, path):
     folder = files(own=f"model: {{path: {path}, weights: random}}\n")
     model = load(folder / "own.yaml").model
@@ -450,25 +437,18 @@ def test_model_path_gives_the_id(files, path):
         ("gpus: 2, offload: params", "launch.offload: ddp does not support params (fsdp: params"),
         ("gpus: all", "launch.gpus: 'all' must be a whole number"),
         ("gpus: 3, nodes: 2", "launch.nodes: launch.gpus is 3, which 2 machines cannot share evenly"),
-        ("nodes: 2", "launch.nodes: launch.gpus is 1, which 2 machines cannot share evenly: set launch.gpus to"),
         ("gpus: 2, nodes: 2, mock: ok", "launch.mock supports one machine: set launch.nodes to 1"),
-        ("tp: 2, fsdp: 2", "launch.fsdp: no such key"),
         ("gpus: 2, strategy: tp+fsdp", "launch.tp: 2 GPUs cannot form two or more groups of 2"),
         ("gpus: 4, tp: 2", "launch.tp needs strategy tp+fsdp, and launch.strategy is ddp: change one"),
-        ("tp: 2", "launch.tp needs strategy tp+fsdp, and launch.strategy is none"),
         ("gpus: 2, strategy: ddp, pp: 2", "launch.pp needs strategy pp, and launch.strategy is ddp: change one"),
         ("schedule: zbv", "launch.schedule needs strategy pp, and launch.strategy is none: change one"),
-        ("gpus: 6, pp: 4", "`gpus` is 6, but pp 4 uses 4: set gpus to 4"),
         ("gpus: 7, pp: 2, tp: 2", "`gpus` is 7, but pp 2 x tp 2 uses 4: set gpus to 4"),
-        ("pp: 2, fsdp: 4", "launch.fsdp: no such key"),
         ("pp: 2, split: [1, 2]", "launch.split: its sum is 3, and tiny/qwen3 has 2 layers: change it"),
         ("pp: 2, split: [2]", "launch.split has 1 numbers for 2 stages: give one"),
         (
             "pp: 2, strategy: pp+fsdp, schedule: zbv",
             "launch.schedule: zbv splits the backward pass, and",
         ),
-        ("framework: axolotl", "launch.framework axolotl needs launch.python, the interpreter of its environment"),
-        ("python: /opt/axolotl/bin/python", "launch.python is the interpreter of another framework: leave it out"),
     ],
 )
 def test_unsupported_launch_is_an_error_with_a_fix(problems, section, fix):
@@ -489,7 +469,6 @@ def test_more_stages_than_gpus_are_an_error_with_verl(problems):
         ("gpus: 8, pp: 2, tp: 2, micro_batches: 4", "pp+tp+fsdp", (8, 2, 2, 2)),
         ("gpus: 8, strategy: pp+fsdp, pp: 2", "pp+fsdp", (8, 2, None, 4)),
         ("pp: 2, tp: 2", "pp+tp", (4, 2, 2, 1)),
-        ("gpus: 8, pp: 2, tp: 2", "pp+tp+fsdp", (8, 2, 2, 2)),
         ("gpus: 8, strategy: pp+tp+fsdp", "pp+tp+fsdp", (8, 2, 2, 2)),
     ],
 )
@@ -522,15 +501,8 @@ def test_mesh_can_be_changed_by_set(files):
         ("fsdp", "optimizations: {gradient_checkpointing: offload}", "fsdp keeps the inputs of layers on the GPU"),
         ("fsdp", "train: {optimizer: adamw_bnb_8bit}", "bitsandbytes does not support the sharded tensors of fsdp"),
         ("tp", "train: {optimizer: adamw_torch_fused}", "which tp has: set it to adamw_torch"),
-        (
-            "ep",
-            "method: full\ntrain: {optimizer: paged_adamw_8bit}",
-            "sharded tensors of ep",
-        ),
         ("fsdp", "measure: {gradients: 2}", "set it to 0, or use ddp"),
-        ("tp", "method: qlora", "launch.strategy: tp cannot shard 4-bit weights"),
         ("ep", "method: {name: lora, experts: on}", "ep does not support adapters of experts"),
-        ("cp", "method: qlora", "launch.strategy: cp cannot shard 4-bit weights"),
         ("cp", "optimizations: {packing: on}", "ignores the boundaries between the samples of a row: set it to off"),
         (
             "cp",
@@ -538,8 +510,6 @@ def test_mesh_can_be_changed_by_set(files):
             "optimizations.chunked_loss with cp: it needs complete rows",
         ),
         ("cp", "optimizations: {attention: eager}", "cp supports torch's own attention, not eager: set it to sdpa"),
-        ("cp", "optimizations: {gradient_checkpointing: offload}", "cp keeps the inputs of layers on the GPU"),
-        ("ddp", "method: unsloth", "method unsloth trains on one GPU"),
         ("pp", "optimizations: {liger: on}", "liger was not tested with the stages of pp: set it to off, or use fsdp"),
     ],
 )

@@ -23,10 +23,10 @@ def spec_of(**changes):
     return Experiment.model_validate(values | changes)
 
 
-@pytest.mark.parametrize(("name", "objective"), OBJECTIVES.items())
-def test_objective_is_listed_by_its_name(name, objective):
-    assert objective.model_fields["name"].default == name
-    assert objective.__doc__
+def test_objectives_are_listed_by_their_names():
+    for name, objective in OBJECTIVES.items():
+        assert objective.model_fields["name"].default == name
+        assert objective.__doc__
 
 
 def test_change_of_objective_drops_its_keys(tmp_path):
@@ -59,7 +59,6 @@ def test_sft_keeps_old_fingerprints(tmp_path):
     ("changes", "message"),
     [
         ({"objective": {"name": "dpo", "beta": 0}}, "greater than 0"),
-        ({"objective": {"name": "dpo", "beta": -1}}, "greater than 0"),
         ({"objective": {"name": "ppo"}}, "sft.*dpo"),
         ({"objective": {"beta": 0.2}}, "beta"),
         ({"method": {"name": "unsloth"}}, "method unsloth is not supported: use lora"),
@@ -89,10 +88,6 @@ def test_dpo_incompatibilities(changes, message):
     ("changes", "message"),
     [
         ({"objective": {"name": "grpo", "num_generations": 1}}, "num_generations"),
-        ({"objective": {"name": "grpo", "max_completion_length": 0}}, "max_completion_length"),
-        ({"objective": {"name": "grpo", "temperature": 0}}, "temperature"),
-        ({"objective": {"name": "grpo", "beta": -1}}, "beta"),
-        ({"objective": {"name": "grpo", "loss_type": "ppo"}}, "loss_type"),
         ({"train": {"batch_size": 6, "gradient_accumulation_steps": 2}},
          "the 12 completions per step.*not a multiple of objective.num_generations 8: set train.batch_size to 8"),
         ({"train": {"batch_size": 8}, "dataset": PAIRS | {"samples": 1}}, None),
@@ -128,23 +123,18 @@ def test_grpo_incompatibilities(changes, message):
         spec_of(**values)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in OPTIMIZATIONS if name not in ("attention", "gradient_checkpointing")]
-)
-def test_grpo_refuses_untested_optimizations(name):
-    with pytest.raises(ValidationError, match=f"optimizations.{name} with objective grpo "):
-        spec_of(
-            objective={"name": "grpo"}, train={"batch_size": 8},
-            optimizations={name: 512 if name == "image_size" else choices(name)[0]},
-        )  # fmt: skip
+@pytest.mark.parametrize("objective", ["dpo", "grpo"])
+def test_untested_optimizations_are_refused(objective):
+    for name, declared in OPTIMIZATIONS.items():
+        if objective == "grpo" and name in ("attention", "gradient_checkpointing"):
+            continue  # test_grpo_incompatibilities
+        if objective == "dpo" and not declared.not_with_dpo:
+            continue
+        optimizations = {name: 512 if name == "image_size" else choices(name)[0]}
+        with pytest.raises(ValidationError, match=f"optimizations.{name} with objective {objective}[ :]"):
+            spec_of(objective={"name": objective}, train={"batch_size": 8}, optimizations=optimizations)
 
 
 def test_parity_refuses_grpo(ftbench):
     code, _, err = ftbench("parity", TINY)
     assert (code, "objective grpo: only sft has a loss per sample" in " ".join(err.split())) == (2, True), err
-
-
-@pytest.mark.parametrize("name", [name for name, kept in OPTIMIZATIONS.items() if kept.not_with_dpo])
-def test_dpo_refuses_untested_optimizations(name):
-    with pytest.raises(ValidationError, match=f"optimizations.{name} with objective dpo: "):
-        spec_of(optimizations={name: 512 if name == "image_size" else choices(name)[0]})

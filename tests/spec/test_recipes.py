@@ -134,12 +134,10 @@ def test_other_axes_override_the_recipe_of_a_cell(write):
 @pytest.mark.parametrize(
     ("text", "sets", "expected"),
     [
-        ("extends: fastes.yaml\n", (), "fastes.yaml: no such file"),
         ("recipe: fastes\n", (), "did you mean fastest?"),
         ("recipe: [fastest]\n", (), "must be the name of a recipe"),
         ("recipe: other.yaml\n", (), "not model: use `extends:`"),
         ("", ("recipe=slowest",), "plain, fastest, fastest-fp8, fastest-full, fastest-full-fp8, fastest-qlora, "),
-        ("", ("recipe=",), "must be the name of a recipe"),
         ("", ("recipe=.",), "a folder, not a file"),
     ],
 )

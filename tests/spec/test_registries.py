@@ -34,12 +34,8 @@ def modules(folder):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_method_has_a_worker_module(name):
+def test_method_has_a_worker_module_and_gives_a_fix_if_it_needs_a_gpu(name):
     assert {"load", "adapt", "verify"} <= functions(ROOT / "worker" / "methods" / f"{name}.py")
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_method_that_needs_a_gpu_gives_a_fix(name):
     spec = Experiment.model_validate({"name": "a", "model": {"id": "a/b"}, "method": {"name": name}})
     assert machine_incompatibilities(spec, (9, 0)) == []
     without = machine_incompatibilities(spec, None)
@@ -52,18 +48,18 @@ def test_worker_modules_have_declarations():
     assert modules("optimizations") <= set(Optimizations.model_fields)
 
 
-@pytest.mark.parametrize("name", OPTIMIZATIONS)
-def test_optimization_has_a_worker_module(name):
-    """Check a module with its name, or the file where batches or the trainer are built."""
+def test_optimizations_have_worker_modules():
+    """Check modules with their names, or the file where batches or the trainer are built."""
     elsewhere = {
         **dict.fromkeys(["fixed_shape", "packing", "padding_free"], "data/collate.py"),
         **dict.fromkeys(["activation_offload", "loader_processes"], "trainer.py"),
         "image_cache": "model/loading.py", "length_grouping": "data/prepare.py",
     }  # fmt: skip
-    if name in elsewhere:
-        assert name in (ROOT / "worker" / elsewhere[name]).read_text("utf-8")
-    else:
-        assert "verify" in functions(ROOT / "worker" / "optimizations" / f"{name}.py")
+    for name in OPTIMIZATIONS:
+        if name in elsewhere:
+            assert name in (ROOT / "worker" / elsewhere[name]).read_text("utf-8")
+        else:
+            assert "verify" in functions(ROOT / "worker" / "optimizations" / f"{name}.py")
 
 
 def test_order_follows_after():
@@ -72,16 +68,15 @@ def test_order_follows_after():
         assert all(ORDER.index(other) < ORDER.index(name) for other in kept.after)
 
 
-@pytest.mark.parametrize("name", DATASETS)
-def test_dataset_has_a_source(name):
-    source = DATASETS[name]
+def test_datasets_have_a_source():
     own = {"sample": "facts/sample.jsonl", "file": "core/data_files.py", "synthetic": "worker/data/synthetic.py",
            "images": "worker/data/images.py"}  # fmt: skip
-    assert bool(source.hub) != (name in own)
-    assert source.meaning
-    assert source.hub or (ROOT / own[name]).is_file()
+    for name, source in DATASETS.items():
+        assert bool(source.hub) != (name in own)
+        assert source.meaning
+        assert source.hub or (ROOT / own[name]).is_file()
 
 
-@pytest.mark.parametrize("name", get_args(Format))
-def test_format_is_implemented(name):
-    assert f'"{name}"' in (ROOT / "core" / "data_formats.py").read_text()
+def test_formats_are_implemented():
+    code = (ROOT / "core" / "data_formats.py").read_text()
+    assert [name for name in get_args(Format) if f'"{name}"' not in code] == []

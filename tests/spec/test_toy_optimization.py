@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -101,25 +102,26 @@ def copy(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def ftbench(copy, tmp_path):
-    """Return a function that runs a command of the copy on a spec with the toys."""
-
-    def run(*arguments, **optimizations):
-        spec = {
-            "model": {"id": "tiny/qwen3", "weights": "random"},
-            "dataset": {"name": "synthetic", "samples": 4, "length": 16},
-            "train": {"batch_size": 2},
-            "method": "norms",
-            "optimizations": {"toy": True, **optimizations},
-        }
-        (tmp_path / "spec.yaml").write_text(json.dumps(spec))
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        done = Warm(list(arguments), environment, tmp_path, partial(_import_from, copy / "src"))
-        output, errors = done.communicate(240)
-        return subprocess.CompletedProcess(arguments, done.returncode, output, errors)
-
-    return run
+SPEC = {
+    "model": {"id": "tiny/qwen3", "weights": "random"},
+    "dataset": {"name": "synthetic", "samples": 4, "length": 16},
+    "train": {"batch_size": 2},
+    "method": "norms",
+    "optimizations": {"toy": True},
+}
+PROGRAM = """
+import contextlib, io, json, runpy, sys
+from ftbench.cli import main
+for words in json.loads(sys.argv[1]):
+    call = main if words[0] == "ftbench" else lambda: runpy.run_path(words[0], run_name="__main__")
+    sys.argv, out, err, code = words, io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            call()
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code or 0, out.getvalue(), err.getvalue()]))
+"""
 
 
 def _import_from(source):
@@ -129,44 +131,45 @@ def _import_from(source):
     sys.path.insert(0, str(source))
 
 
-def test_toy_is_listed(ftbench):
-    assert "mark the model" in ftbench("list", "optimizations").stdout
-
-
-def test_toy_method_is_listed_but_not_estimated(ftbench):
-    assert re.search(r"norms +Train the weights of norms", ftbench("list", "methods").stdout)
-    done = ftbench("estimate", "spec.yaml", "--gpu", "H200 SXM")
-    assert done.returncode == 2
-    assert "method norms has no formula for memory and time" in done.stderr
+@pytest.mark.torch
+def test_commands_and_pages_have_the_toys(copy, tmp_path):
+    """One process runs all commands."""
+    reference = copy / "scripts" / "reference"
+    lines = [
+        "ftbench list optimizations",
+        "ftbench list methods",
+        "ftbench estimate spec.yaml --gpu 'H200 SXM'",
+        "ftbench ablate spec.yaml --only toy --dry-run --json",
+        "ftbench run spec.yaml --set optimizations.packing=on",
+        f"{reference} --check",
+        f"{reference}",
+    ]
+    (tmp_path / "spec.yaml").write_text(json.dumps(SPEC))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(copy / "src")}
+    command = [sys.executable, "-c", PROGRAM, json.dumps([shlex.split(line) for line in lines])]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    optimizations, methods, estimate, ablate, run, check, _ = map(json.loads, done.stdout.splitlines())
+    assert "mark the model" in optimizations[1]
+    assert re.search(r"norms +Train the weights of norms", methods[1])
+    assert (estimate[0], "method norms has no formula for memory and time" in estimate[2]) == (2, True)
+    assert "toy" in ablate[1]
+    assert run[0] == 2
+    assert "optimizations.toy supports single samples: set packing to off" in run[2]
+    assert "docs/reference is out of date" in check[0]
+    row = "| `toy` | on | mark the model |"
+    assert row in (copy / "docs" / "reference" / "optimizations.md").read_text("utf-8")
 
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_run_applies_the_toys(ftbench, tmp_path, cache):
-    done = ftbench("run", "spec.yaml", chunked_loss=True)
+def test_run_applies_the_toys(copy, tmp_path, cache):
+    (tmp_path / "spec.yaml").write_text(json.dumps(SPEC | {"optimizations": {"toy": True, "chunked_loss": True}}))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    run = Warm(["run", "spec.yaml"], environment, tmp_path, partial(_import_from, copy / "src"))
+    _, errors = run.communicate(240)
     (applied,) = tmp_path.glob("results/*/*/applied.json")
-    assert done.returncode == 0, done.stderr
+    assert run.returncode == 0, errors
     found = json.loads(applied.read_text())
     assert found["marked_by"] == "chunked_forward"
     kinds = found["parameters"]["by_kind"]
     assert {kind for kind in kinds if kinds[kind]["trainable"]} == {"attention", "norm"}  # with q_norm, k_norm
-
-
-@pytest.mark.torch
-def test_ablation_has_a_toy_variant(ftbench, tmp_path):
-    lines = ftbench("ablate", "spec.yaml", "--only", "toy", "--dry-run", "--json").stdout
-    assert "toy" in lines
-
-
-def test_toy_incompatibility_is_an_error(ftbench):
-    done = ftbench("run", "spec.yaml", packing=True)
-    assert done.returncode == 2
-    assert "optimizations.toy supports single samples: set packing to off" in done.stderr
-
-
-def test_toy_has_a_row_in_the_table(copy):
-    script = [sys.executable, copy / "scripts" / "reference"]
-    assert subprocess.run([*script, "--check"], capture_output=True).returncode == 1
-    subprocess.run(script, check=True)
-    row = "| `toy` | on | mark the model |"
-    assert row in (copy / "docs" / "reference" / "optimizations.md").read_text("utf-8")

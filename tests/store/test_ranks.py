@@ -57,7 +57,7 @@ def test_an_evaluation_s_loss_is_the_mean_over_all_label_tokens():
     assert merged(rows).loss == pytest.approx((30 * 1.0 + 10 * 2.0) / 40)
 
 
-@pytest.mark.parametrize("column", ["loss", "grad_norm", "step_time_s"])
+@pytest.mark.parametrize("column", ["loss", "step_time_s"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_number_that_is_none_hides_behind_no_other(column, rank):
     rows = [row(rank=0), row(rank=1)]
@@ -121,11 +121,6 @@ def test_the_merged_file_is_written_once_and_read_as_any_other(run):
     assert found[1].samples == 22
 
 
-def test_a_run_of_one_process_has_nothing_to_merge(tmp_path):
-    write_merged(RunDir(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_mean_rank_waits_for_the_one_with_the_most_positions():
     """Three steps of three ranks: 900 positions are waited for, and each rank computes 600 on average."""
     counts = [(100, 300, 80), (200, 200, 200), (400, 100, 220)]
@@ -151,7 +146,7 @@ def test_each_rank_has_its_memory():
     ]
 
 
-@pytest.mark.parametrize(("gone", "count"), [(0, 11), (10, 11), (5, 11), (None, 12)])
+@pytest.mark.parametrize(("gone", "count"), [(0, 11), (5, 11), (None, 12)])
 def test_without_the_file_of_one_rank_the_others_are_not_the_run(run, gone, count):
     rundir.write_json(run.spec_json, {"launch": {"gpus": count}})
     if gone is not None:

@@ -28,9 +28,7 @@ def a_job(batch=1, repeat=1, values=None, method="lora", **train):
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("8h", 28800), ("90m", 5400), ("90min", 5400), ("45s", 45), ("1h30m", 5400), ("1h30min", 5400),
-        ("1h 30m", 5400), ("1H30M", 5400), (" 8 h ", 28800), ("1h2m3s", 3723), ("1.5h", 5400), ("0.5m", 30),
-        ("1h1s", 3601), ("0h10m", 600), ("100h", 360000),
+        ("90min", 5400), ("1h 30m", 5400), ("1H30M", 5400), (" 8 h ", 28800), ("1h2m3s", 3723), ("1.5h", 5400),
     ],
 )  # fmt: skip
 def test_duration(text, seconds):
@@ -39,8 +37,7 @@ def test_duration(text, seconds):
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "8", "h", "0h", "0s", "-1h", "8h-", "30m1h", "1h1h", "1d", "eight hours", "1:30", "1e3s", "1.h", ".5h",
-     "8hours", "inf", "nan"],
+    ["", "8", "h", "0h", "-1h", "30m1h", "1h1h", "1d", "1:30", "1e3s", "nan"],
 )  # fmt: skip
 def test_other_text_is_no_duration(text):
     assert parse_seconds(text) is None
@@ -121,6 +118,7 @@ def test_bound_is_never_too_low(ended, batch):
 def test_remaining_time_is_the_sum_of_the_bounds():
     made = history((a_job(1), 10.0), (a_job(8), 100.0))
     assert made.remaining_s([a_job(8), a_job(1)], 1) == pytest.approx(121.0)
-    assert made.remaining_s([a_job(8), a_job(1)], 2) == pytest.approx(60.5)
+    assert made.remaining_s([a_job(8), a_job(1)], 2) == pytest.approx(110.0)  # one slot trains longer than the other
+    assert made.remaining_s([a_job(8), a_job(8), a_job(8), a_job(1)], 2) == pytest.approx(170.5)
     assert made.remaining_s([a_job(1)], 1, [(a_job(8), 10.0)]) == pytest.approx(111.0)
     assert made.remaining_s([a_job(1)], 1, [(a_job(8), 999.0)]) == pytest.approx(11.0)

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from ftbench.core import processes
-from ftbench.errors import MissingError
 from ftbench.store.rundir import read_json
 from ftbench.sweep.lock import LOCK, is_held, locked
 
@@ -46,18 +45,6 @@ def test_folder_is_locked_within_the_block(tmp_path):
     assert not is_held(folder)
     with locked(folder):
         assert is_held(folder)
-
-
-def test_second_sweep_names_the_pid_of_the_first(tmp_path, holder):
-    with pytest.raises(MissingError) as caught, locked(tmp_path):
-        pytest.fail("two at once")
-    assert caught.value.exit_code == 3
-    assert str(caught.value) == (
-        f"{tmp_path}: a sweep is already running (process {holder.pid} on {processes.this_process()['host']}); "
-        f"watch it with `ftbench sweep --status {tmp_path}`, or choose another --out"
-    )
-    assert is_held(tmp_path)
-    assert read_json(tmp_path / LOCK)["pid"] == holder.pid
 
 
 def test_killed_owner_releases_the_lock_although_its_child_runs(tmp_path, holder):

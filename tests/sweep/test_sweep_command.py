@@ -12,11 +12,12 @@ import subprocess
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import warm
-from ftbench.launch import process, progress
+from ftbench.launch import outcome, process, progress
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
@@ -24,7 +25,7 @@ from sweeps import ENVIRONMENT, MOCK, Folder, Night, held, released, sweep, writ
 from waiting import eventually, fill, processes_about
 
 BATCHES = {"train.batch_size": [1, 2, 4]}
-RATES = {"train.learning_rate": [1e-4, 2e-4, 3e-4, 4e-4, 5e-4]}
+RATES = {"train.learning_rate": [1e-4, 2e-4, 3e-4, 4e-4]}
 ENDLESS = {"launch": {"mock": "slow"}, "train": {"max_steps": 1000}}
 
 
@@ -86,14 +87,14 @@ def test_hanging_run_is_killed_and_the_sweep_continues(tmp_path):
 
 
 def test_force_runs_all_cells_again_and_archives_earlier_runs(tmp_path):
-    spec, out = write_sweep(tmp_path, BATCHES), tmp_path / "out"
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out"
     before = sweep(spec, out).content()
     night = sweep(spec, out, "--force")
-    assert (night.code, night.told()) == (0, ["ok"] * 3)
+    assert (night.code, night.told()) == (0, ["ok"] * 2)
     kept = {run.run_id.rpartition(".")[0]: run.path.stat().st_ino for run in night.superseded()}
     assert kept == {name: inode for name, (inode, _, _) in before.items()}
     assert not set(kept.values()) & {inode for inode, _, _ in night.content().values()}
-    assert len(ftbench("report", str(out), "--format", "csv").stdout.splitlines()) == 4
+    assert len(ftbench("report", str(out), "--format", "csv").stdout.splitlines()) == 3
 
 
 # --- lock and status -------------------------------------------------------------------------------------------------
@@ -166,9 +167,9 @@ def test_time_budget_starts_no_run_that_cannot_finish(tmp_path):
     rates = [json.loads((night.path / name / "spec.json").read_text())["train"]["learning_rate"]
              for name in night.started()]  # fmt: skip
     assert rates == [1e-4, 2e-4, 3e-4]
-    assert "2 runs still to come" in night.table()
+    assert "1 run still to come" in night.table()
     again = sweep(spec, out)
-    assert (again.code, again.told()) == (0, ["ok"] * 5)
+    assert (again.code, again.told()) == (0, ["ok"] * 4)
     assert sorted(again.started()) == sorted(again.states())
 
 
@@ -183,6 +184,22 @@ def test_run_beyond_the_time_budget_is_interrupted(tmp_path):
     assert "the sweep's time budget ran out" in rundir.read_json(night.runs()[0].state)["reason"]
     assert "3 runs still to come" in night.table()
     assert "3 runs left" in ftbench("sweep", "--status", str(night.path)).stdout
+
+
+def terminated(name: str) -> None:
+    """Let runs whose name contains `name` end as a training process that got a SIGTERM records it."""
+    final = outcome.final_state
+
+    def interrupted(run: RunDir, ended: process.Ended) -> dict[str, Any]:
+        return final(run, ended) | ({"state": "interrupted"} if name in run.run_id else {})
+
+    outcome.final_state = interrupted
+
+
+def test_a_run_that_another_program_ends_does_not_end_the_time_budget(tmp_path):
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out"
+    night = sweep(spec, out, "--time-budget", "8h", before=partial(terminated, "-b1-"))
+    assert (night.code, night.told()) == (1, ["interrupted", "ok"])
 
 
 # --- several GPUs ----------------------------------------------------------------------------------------------------
@@ -213,7 +230,7 @@ def frontier(night: Night) -> dict[str, tuple[int | None, int | None]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("fits", [0, 11])
+@pytest.mark.parametrize("fits", [0, 3])
 def test_search_finds_the_largest_batch(tmp_path, fits):
     spec = write_sweep(tmp_path, {"method": ["lora", "qlora"]}, launch={"mock": "oom", "mock_fits": fits})
     night = sweep(spec, tmp_path / "out", "--until-oom")
@@ -309,18 +326,15 @@ def test_sweep_resumes_with_damaged_tables_and_lock(tmp_path):
     assert ftbench("sweep", "--status", str(again.path)).returncode == 0
 
 
-@pytest.mark.parametrize("torn", [b'{"state": "ok"', None])
-def test_run_with_an_unreadable_state_is_archived_and_run_again(tmp_path, torn):
-    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out"
-    run = sweep(spec, out).runs()[0]
-    if torn is None:
-        run.state.unlink()
-    else:
-        run.state.write_bytes(torn)
+def test_runs_with_an_unreadable_or_missing_state_are_archived_and_run_again(tmp_path):
+    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2, 4]}), tmp_path / "out"
+    torn, missing, _ = sweep(spec, out).runs()
+    torn.state.write_bytes(b'{"state": "ok"')
+    missing.state.unlink()
     again = sweep(spec, out)
-    assert (again.code, again.told()) == (0, ["ok"] * 2)
-    assert again.started()[2:] == [run.run_id]
-    assert [RunDir(found.path).steps.exists() for found in again.superseded()] == [True]
+    assert (again.code, again.told()) == (0, ["ok"] * 3)
+    assert again.started()[3:] == [torn.run_id, missing.run_id]
+    assert [RunDir(found.path).steps.exists() for found in again.superseded()] == [True, True]
 
 
 def test_deleted_run_directory_ends_the_sweep(tmp_path):
@@ -343,20 +357,15 @@ def test_deleted_run_directory_ends_the_sweep(tmp_path):
 REAL = {"launch": {"mock": "off"}}
 WRONG = [
     ({}, [], ["--axis", "train.batch_sise=1,2"], 2, "did you mean"),
-    ({}, [], ["--axis", "trian.batch_size=1,2"], 2, "train"),
     ({}, [], ["--axis", "train.batch_size"], 2, "key=value,value"),
-    ({}, [], ["--axis", "train.batch_size="], 2, "key=value,value"),
-    ({}, [], ["--batch-size", "1,two"], 2, "two"),
     ({}, [], ["--batch-size", "0,1"], 2, "batch_size"),
     ({}, [], ["--method", "lora,lara"], 2, "lara"),
     ({}, [], ["--repeats", "0"], 2, "repeats"),
     ({}, [], ["--time-budget", "soon"], 2, "write it as 8h, 90m or 60s"),
-    ({}, [], ["--time-budget", "0h"], 2, "write it as 8h, 90m or 60s"),
     ({}, [], ["--set", "launch.mock=maybe"], 2, "launch.mock"),
     ({}, [], ["--axis", "train.seed=" + ",".join(map(str, range(400))), "--batch-size",
               ",".join(map(str, range(1, 400)))], 2, "split it"),
     ({}, [], ["--gpu-ids", "0,0"], 2, "--gpu-ids"),
-    ({}, [], ["--gpu-ids", ","], 2, "--gpu-ids"),
     ({"axes": {"train.batch_size": 4}}, [], [], 2, "4 must be a list of values: [a, b]"),
     ({"axes": {"train.batch_size": []}}, [], [], 2, "[] must have at least 1 item"),
     ({"axis": {"train.batch_size": [4]}}, [], [], 2, "did you mean axes"),
@@ -383,20 +392,12 @@ def test_invalid_command_creates_nothing(ftbench, monkeypatch, tmp_path, section
     assert not (tmp_path / "out").exists()
 
 
-NOTES = [
-    ({"axes": {"launch.timeout_s": [60, 90], "method": ["lora", "qlora"]}},
-     "2 of 4 cells equal another one, except for settings without effect: they run once"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("section", "said"), NOTES, ids=["same"])
 @pytest.mark.parametrize("more", [[], ["--until-oom"]], ids=["grid", "search"])
-def test_settings_without_effect_are_noted(ftbench, tmp_path, section, said, more):
-    spec = write_sweep(tmp_path, sweep=section)
+def test_settings_without_effect_are_noted(ftbench, tmp_path, more):
+    spec = write_sweep(tmp_path, {"launch.timeout_s": [60, 90], "method": ["lora", "qlora"]})
     code, out, err = ftbench("sweep", spec, "--out", tmp_path / "out", "--dry-run", "--json", *more)
     assert code == 0
-    assert err.startswith("ftbench: note: ")
-    assert err.endswith(f"{said}\n")
+    assert err == "ftbench: note: 2 of 4 cells equal another one, except for settings without effect: they run once\n"
     assert json.loads(out)
 
 

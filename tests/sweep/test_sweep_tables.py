@@ -62,9 +62,7 @@ def test_uncontended_run_is_not_marked(table):
 BOARD = {"at": "now", "ends_at": None, "running": [], "jobs": [{"run": "a-r1", "what": "a", "state": "ok"}]}
 
 
-@pytest.mark.parametrize(
-    "change", [{"jobs": [1]}, {"jobs": [{}]}, {"running": [{}]}, {"at": {}}, {"ends_at": "soon"}], ids=repr
-)
+@pytest.mark.parametrize("change", [{"jobs": [{}]}, {"running": [{}]}, {"ends_at": "soon"}], ids=repr)
 def test_invalid_sweep_json_is_reported(ftbench, tmp_path, change):
     (tmp_path / "sweep.json").write_text(json.dumps(BOARD | change))
     for option in ([], ["--json"]):

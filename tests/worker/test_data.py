@@ -133,14 +133,9 @@ def learned_parts(tokenizer, *contents):
     "answers",
     [
         ("Hello.",),
-        ("Hello.", "See you."),
-        ("Hello.", "Yes.", "No.", "See you."),
         ("Same.", "Same.", "Same."),
         ("Hello!\n\n", "  See\nyou"),
-        ("こんにちは。", "さようなら"),
         ("Who?", "What ?", "Why ? ?", "How??"),
-        ("Who !", "What ?"),
-        ("?", " ?", "!"),
         ("user", "assistant", "<think>"),
     ],
     ids=str,
@@ -161,12 +156,6 @@ def test_every_answer_of_a_long_dialogue_has_loss(thinking, monkeypatch, templat
     parts = learned_parts(thinking, *(f"words and words {n}." for n in range(40)))
     assert parts[:-1] == [f"words and words {n}.{CLOSED}" for n in range(1, 39, 2)]
     assert parts[-1] == f"{THOUGHT}words and words 39.{CLOSED}"
-
-
-@pytest.mark.parametrize("answers", [("Hello.", "See you."), ("Who ?", "What ?"), ("Same.", "Same.")], ids=str)
-def test_answers_have_loss_with_the_shipped_template(tokenizer, answers):
-    first, last = answers
-    assert learned_parts(tokenizer, "Hi ?", first, "Bye ?", last) == [f"{first}<eos>\n", f"{last}<eos>\n"]
 
 
 def test_template_with_a_date_gives_the_same_tokens_every_day(tokenizer, data_file, monkeypatch):
@@ -210,12 +199,6 @@ def test_tools_are_an_error_with_answers_and_pairs_too(columns, format_name):
     row |= {"prompt": [{"role": "user", "content": "Rome?"}], "tools": [{"name": "f"}]}
     with pytest.raises(BadRow, match="`tools` is not supported"):
         example(row, format_name)
-
-
-def test_sharegpt_turns_give_the_same_dialogue(tokenizer):
-    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
-    shared = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
-    assert example(chat, "messages") == example(shared, "messages")
 
 
 def test_loss_on_all_labels_every_token(tokenizer):
@@ -309,7 +292,7 @@ def half_truncated(data_file):
     return data_file(rows), np.random.default_rng(42).permutation(20).tolist()
 
 
-@pytest.mark.parametrize(("samples", "evaluated"), [(5, 0), (4, 3), (10, 0), (None, 0), (None, 2)])
+@pytest.mark.parametrize(("samples", "evaluated"), [(4, 3), (10, 0), (None, 2)])
 def test_sample_without_labels_is_replaced_by_the_next_row(tokenizer, half_truncated, samples, evaluated):
     dataset, order = half_truncated
     found = prepare(dataset.model_copy(update={"samples": samples, "eval_samples": evaluated}), tokenizer, 8192, 2)
@@ -357,8 +340,6 @@ def test_unpaired_surrogate_is_an_error_with_its_row(tokenizer, data_file, monke
     [
         ("{{ raise_exception('not this one') }}", "not this one"),
         ("{{ 1 // 0 }}", "division"),
-        ("{% for each in range(10 ** 8) %}{% endfor %}", "Range too big"),
-        ("{{ messages[9].content.nothing }}", "has no element 9"),
     ],
 )
 def test_chat_template_error_names_the_row(tokenizer, data_file, monkeypatch, code, reason):
@@ -373,7 +354,7 @@ def test_prompts_that_fill_all_samples_are_an_error(tokenizer, data_file):
         prepare(data_file([PAIR]).model_copy(update={"max_length": 4}), tokenizer, 8192, 2)
 
 
-@pytest.mark.parametrize("mean", [20.0, 117.0, 861.0, 1500.0])
+@pytest.mark.parametrize("mean", [20.0, 1500.0])
 def test_synthetic_lengths_have_the_requested_mean(mean):
     drawn = synthetic_lengths(Dataset(name="synthetic", samples=1, mean_length=mean), 2000)
     assert np.mean(drawn) == pytest.approx(mean, rel=0.005)

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import set_seed
 from trl import DPOConfig, DPOTrainer
 
-from conftest import spec_of
+from conftest import spec_of, train_in
 from ftbench.core.hardware import find_gpu
 from ftbench.errors import DataError, NotAppliedError, SpecError
 from ftbench.estimate.memory.estimate import constants, estimate_memory
@@ -113,7 +113,7 @@ def test_losses_equal_those_of_a_plain_trl_script(train_here, tmp_path, method, 
     ("method", "objective"), [("full", DPO), ("full", COMPUTED), ("lora", DPO), ("qlora", COMPUTED)], ids=str
 )
 def test_kind_and_place_of_the_reference_are_recorded(train_here, method, objective):
-    train = {"precision": "bf16"}  # the reference has the same rounding as the model
+    train = {"precision": "bf16", "max_steps": 1}  # the reference has the same rounding as the model
     run = train_here(method={"name": method}, objective=objective, dataset={"eval_samples": 2}, train=train)
     kinds = {"full": "second model", "lora": "weights under the adapters", "qlora": "weights under the adapters"}
     in_step = objective is DPO
@@ -176,30 +176,44 @@ def test_rewards_show_whether_a_preference_is_learned(train_here):
     assert spoiled[-1].reward_margin < rows[-1].reward_margin / 2
 
 
-SWITCHES = [
-    ({}, COMPUTED),
-    ({"gradient_checkpointing": True}, DPO),
-    ({"attention": "eager"}, DPO),
-    ({"compile": True}, DPO),
-    ({"fused_lora": True}, COMPUTED),
-    ({"loader_processes": 1}, DPO),
-    ({"length_grouping": True}, DPO),
-]
+FEW = {"samples": 6, "max_length": 32}
 
 
-@pytest.mark.parametrize(("switches", "objective"), SWITCHES, ids=[str(on) for on, _ in SWITCHES])
-def test_optimizations_do_not_change_dpo(train_here, compiler, switches, objective):
-    fixed = {"length": 16, "mean_length": None, "samples": 4} if "compile" in switches else {}  # one graph per layer
-    changes = {"train": SGD, "dataset": {"samples": 6, "max_length": 32} | fixed}
-    plain = trained(train_here(**changes, objective=DPO))
-    switched = trained(train_here(**changes, objective=objective, optimizations=switches))
-    if "length_grouping" in switches:  # different order
-        assert sum(row.real_tokens for row in plain) == sum(row.real_tokens for row in switched)
-        assert sum(row.padded_tokens for row in plain) > sum(row.padded_tokens for row in switched)
-        return
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, cache):
+    folder = tmp_path_factory.mktemp("plain")
+    return trained(train_in(folder, train=SGD, dataset=FEW, objective=DPO))
+
+
+@pytest.mark.parametrize(
+    ("switches", "objective"),
+    [
+        ({"gradient_checkpointing": True, "attention": "eager", "loader_processes": 1}, DPO),
+        ({"fused_lora": True}, COMPUTED),
+    ],
+    ids=str,
+)
+def test_optimizations_do_not_change_dpo(train_here, plain, switches, objective):
+    switched = trained(train_here(train=SGD, dataset=FEW, objective=objective, optimizations=switches))
     for mine, theirs in zip(switched, plain, strict=True):
         assert (mine.loss, mine.grad_norm) == pytest.approx((theirs.loss, theirs.grad_norm), rel=1e-4)
     assert plain[0].loss != pytest.approx(plain[-1].loss, rel=1e-3)
+
+
+def test_compiled_layers_do_not_change_dpo(train_here, compiler):
+    data = {"length": 16, "mean_length": None, "samples": 4, "max_length": 32}  # one graph per layer
+    rows, compiled = (
+        trained(train_here(train=SGD, dataset=data, objective=DPO, optimizations={"compile": on}))
+        for on in (False, True)
+    )
+    for mine, theirs in zip(compiled, rows, strict=True):
+        assert (mine.loss, mine.grad_norm) == pytest.approx((theirs.loss, theirs.grad_norm), rel=1e-4)
+
+
+def test_length_grouping_pads_pairs_less(train_here, plain):
+    grouped = trained(train_here(train=SGD, dataset=FEW, objective=DPO, optimizations={"length_grouping": True}))
+    assert sum(row.real_tokens for row in plain) == sum(row.real_tokens for row in grouped)
+    assert sum(row.padded_tokens for row in plain) > sum(row.padded_tokens for row in grouped)
 
 
 @pytest.mark.parametrize(

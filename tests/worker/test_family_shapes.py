@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import spec_of
-from ftbench.core import flops
 from ftbench.errors import SpecError
 from ftbench.estimate.workload import model as estimates
 from ftbench.estimate.workload.plan import targets
@@ -64,8 +63,10 @@ def test_experts_of_a_token_are_counted_in_gemma4() -> None:
     assert effective_config.matmul_shape(four).base - effective_config.matmul_shape(two).base == experts / 2
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [(family, method) for family in FAMILIES for method in METHODS if method != "two" or family == "qwen3"],
+)
 def test_description_equals_the_live_model(family: str, method: str) -> None:
     spec, shape = spec_of(method=METHODS[method]), describe(CONFIGS[family])
     if method == "experts" and not shape.has_experts:
@@ -79,6 +80,27 @@ def test_description_equals_the_live_model(family: str, method: str) -> None:
     assert sum(kind["trainable"] for kind in kinds.values()) == estimate.trained
     assert effective_config.matmul_shape(model) == estimate.matmul
     assert kinds["other"]["total"] == 0
+
+
+def test_lookup_tables_are_not_products() -> None:
+    """Gemma 3n has a table of inputs for each layer, and its head is the weight of the other table."""
+    config = AutoConfig.for_model(
+        "gemma3n_text", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, vocab_size=100, vocab_size_per_layer_input=90,
+        hidden_size_per_layer_input=8, num_kv_shared_layers=0, layer_types=["full_attention"] * 4,
+        activation_sparsity_pattern=[0.0] * 4, laurel_rank=4,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert effective_config.matmul_shape(model).head == 100 * 32
+
+
+def test_the_layers_of_a_model_can_differ_in_head_size() -> None:
+    config = AutoConfig.for_model("gemma4_text", num_hidden_layers=6)
+    widths, _ = effective_config._attention(config)
+    heads = config.num_attention_heads
+    assert widths == tuple(heads * layer.head_dim for layer in config.per_layer_config)
+    assert len(set(widths)) == 2
 
 
 def test_dense_model_rejects_expert_adapters() -> None:
@@ -97,9 +119,3 @@ def test_forward_flops_equal_torchs_count(family: str) -> None:
     counts = {module: sum(by.values()) for module, by in counter.get_flop_counts().items()}
     angles = sum(count for module, count in counts.items() if module.endswith("rotary_emb"))  # not matrix products
     assert counts["Global"] - angles == 2 * length * (matmul.base + matmul.head) + squares
-
-
-@pytest.mark.parametrize("family", sorted(SHAPES))
-def test_every_family_has_an_mfu(family: str) -> None:
-    matmul = trainable_shape(spec_of(), family).matmul
-    assert flops.model_flops(matmul, 1000, 900, 64) > 0

@@ -5,11 +5,9 @@ Real runs need the environments in the folder FTBENCH_FRAMEWORKS.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import types
@@ -260,20 +258,6 @@ def test_only_the_training_interpreter_acquires_the_gpu(tmp_path, monkeypatch, f
     assert len(turns) == acquired
 
 
-def test_imports_do_not_leave_garbage_collection_off(monkeypatch):
-    collecting = []
-
-    def import_module(name):
-        collecting.append(gc.isenabled())
-        raise ImportError(name)
-
-    monkeypatch.setattr(worker.importlib, "import_module", import_module)
-    with pytest.raises(ImportError, match=r"ftbench.worker.train$"):
-        worker._loop(spec_of(), False)
-    assert collecting == [False]
-    assert gc.isenabled()
-
-
 # --- a stand-in for a framework, in this process ----------------------------------------------------------------------
 
 
@@ -366,38 +350,40 @@ def test_loss_normalisation_notes_extra_tokens(framework_run, monkeypatch):
     assert [step.label_tokens for step in steps] == [8, 10, 10]
 
 
-@pytest.mark.parametrize(
-    ("given", "launch", "said"),
-    [
-        ({"learning_rate": 0.5}, {}, "llamafactory: train.learning_rate is 0.001, but it trains with 0.5"),
-        ({"warmup_steps": 2}, {}, "llamafactory: train.warmup_steps is 0, but it trains with 2"),
-        ({"per_device_train_batch_size": 1}, {}, "train.batch_size is 2, but it trains with 1"),
-        ({"gradient_accumulation_steps": 2}, {}, "train.gradient_accumulation_steps is 1, but it trains with 2"),
-        ({"max_grad_norm": 9.0}, {}, "train.max_grad_norm is 0.3, but it trains with 9.0"),
-        ({"weight_decay": 0.5}, {}, "train.weight_decay is 0.0, but it trains with 0.5"),
-        ({"optim": "sgd"}, {}, "train.optimizer is adamw_torch, but it trains with sgd"),
-        ({"lr_scheduler_type": "cosine"}, {}, "train.lr_scheduler is linear, but it trains with cosine"),
-        ({"max_steps": 2}, {}, "train.max_steps is 3, but it trains with 2"),
-        ({"seed": 1}, {}, "train.seed is 42, but it trains with 1"),
-        ({"bf16": True}, {}, "train.precision is fp32, but it trains with bf16"),
-        ({"gradient_checkpointing": True}, {}, "optimizations.gradient_checkpointing is off, but it trains with on"),
-        ({}, {"settings": "best"}, "llamafactory: launch.settings is best, but no module uses a kernel of Liger"),
-    ],
-)
-def test_ignored_setting_fails_the_run(framework_run, given, launch, said):
-    with pytest.raises(NotAppliedError, match=re.escape(said)):
-        framework_run(given, launch=launch)
+def test_each_ignored_setting_fails_the_run(framework_run):
+    given = {
+        "learning_rate": 0.5, "warmup_steps": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2,
+        "max_grad_norm": 9.0, "weight_decay": 0.5, "optim": "sgd", "lr_scheduler_type": "cosine", "max_steps": 2,
+        "seed": 1, "bf16": True, "gradient_checkpointing": True,
+    }  # fmt: skip
+    with pytest.raises(NotAppliedError) as error:
+        framework_run(given, launch={"settings": "best"})
+    for said in (
+        "llamafactory: train.learning_rate is 0.001, but it trains with 0.5",
+        "train.warmup_steps is 0, but it trains with 2",
+        "train.batch_size is 2, but it trains with 1",
+        "train.gradient_accumulation_steps is 1, but it trains with 2",
+        "train.max_grad_norm is 0.3, but it trains with 9.0",
+        "train.weight_decay is 0.0, but it trains with 0.5",
+        "train.optimizer is adamw_torch, but it trains with sgd",
+        "train.lr_scheduler is linear, but it trains with cosine",
+        "train.max_steps is 3, but it trains with 2",
+        "train.seed is 42, but it trains with 1",
+        "train.precision is fp32, but it trains with bf16",
+        "optimizations.gradient_checkpointing is off, but it trains with on",
+        "llamafactory: launch.settings is best, but no module uses a kernel of Liger",
+    ):
+        assert said in str(error.value)
 
 
 @pytest.mark.parametrize(
     "pick",
     [
-        lambda data: data[::-1],
         lambda data: [data[index] for index in (1, 0, 2, 3, 4, 5)],
         lambda data: [*data[:2], *data[3:]],
         lambda data: [{name: value[:4] for name, value in row.items()} for row in data],
     ],
-    ids=["reversed", "swapped", "dropped", "truncated"],
+    ids=["swapped", "dropped", "truncated"],
 )
 def test_other_rows_are_a_warning(framework_run, pick):
     applied, _ = framework_run(pick=pick)

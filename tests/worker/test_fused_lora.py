@@ -103,8 +103,10 @@ def beside(monkeypatch) -> None:
     monkeypatch.setattr(fused_lora, "_group", lambda layers, spec: fused_lora.AdaptersOnlyGroup(layers, torch.float32))
 
 
-@pytest.mark.parametrize("form", ["augmented", "beside"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "form"), [("qwen3", "augmented"), *[("qwen2 (biases)", form) for form in ("augmented", "beside")],
+                       ("llama", "beside")]
+)  # fmt: skip
 def test_loss_and_gradients_equal_peft(monkeypatch, kind, form):
     plain, ours = model_of(kind), model_of(kind)
     if form == "beside":
@@ -130,15 +132,6 @@ def test_peft_still_owns_each_weight():
     torch.testing.assert_close(dict(ours.state_dict()), dict(plain.state_dict()), atol=0, rtol=0)
     with ours.disable_adapter(), plain.disable_adapter(), torch.no_grad():
         torch.testing.assert_close(ours(input_ids=IDS).logits, plain(input_ids=IDS).logits)
-
-
-def test_next_pass_uses_the_updated_adapters():
-    plain, ours = model_of(), model_of()
-    fused_lora.apply(ours, ON)
-    for model in (plain, ours):
-        learned(model)
-        torch.optim.SGD(model.parameters(), lr=1.0).step()
-    torch.testing.assert_close(learned(ours)[0], learned(plain)[0])
 
 
 def test_layers_may_read_different_inputs():
@@ -192,8 +185,8 @@ def test_lean_layers_save_less_and_learn_the_same(monkeypatch):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model(input_ids=IDS, use_cache=False)
-        kept[word], made[word] = sum(sizes.values()), learned(model)
+            made[word] = learned(model)
+        kept[word] = sum(sizes.values())
     width = SHAPE["num_hidden_layers"] * (2 * SHAPE["hidden_size"] + SHAPE["intermediate_size"]) - SHAPE["hidden_size"]
     assert kept[True] - kept["lean"] == IDS.numel() * width * 4
     torch.testing.assert_close(made["lean"], made[True], atol=1e-6, rtol=1e-6)
@@ -279,7 +272,7 @@ def losses(run) -> list[float]:
     return [step.loss for step in read_steps(run.steps)[0] if step.phase == "train"]
 
 
-@pytest.mark.parametrize("upcast", [None, True, False], ids=["lora", "qlora", "qlora without upcast"])
+@pytest.mark.parametrize("upcast", [None, False], ids=["lora", "qlora"])
 def test_run_learns_and_saves_the_same_adapter(train_here, upcast):
     # SGD, whose steps are as near to each other as the gradients; Adam's go either way where one is nearly zero.
     method = {"name": "lora"} if upcast is None else {"name": "qlora", "upcast": upcast}
@@ -313,7 +306,8 @@ def test_run_learns_and_saves_the_same_adapter(train_here, upcast):
 )
 def test_compiled_4_bit_layers_are_dequantized_for_each_product(train_here, monkeypatch, compiler, quantised, on):
     method = {"name": "qlora", "upcast": False, **quantised}
-    given = {"method": method, "train": {"optimizer": "sgd", "learning_rate": 0.5}}
+    given = {"method": method, "train": {"optimizer": "sgd", "learning_rate": 0.5},
+             "dataset": {"samples": 4, "length": 16, "mean_length": None}}  # fmt: skip
     plain, groups, group = train_here(**given), [], fused_lora._group
     monkeypatch.setattr(fused_lora, "_group", lambda *given: groups.append(group(*given)) or groups[-1])
     ours = train_here(**given, optimizations={"fused_lora": True, "chunked_loss": True, **on})
@@ -424,7 +418,8 @@ def test_trained_layer_equals_the_emulation_of_parity():
         assert (ours - emulated).abs().max() <= 2 * BF16 * emulated.abs().max()
 
 
-def test_trained_layers_of_the_decoder_become_8_bit_layers():
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_trained_layers_of_the_decoder_become_8_bit_layers(compile):
     spec = spec_of(method={"name": "full"}, optimizations={"fp8": "tensorwise-fast"})
     models = []
     for _ in range(2):
@@ -440,12 +435,13 @@ def test_trained_layers_of_the_decoder_become_8_bit_layers():
         # On a CPU with seeds 0 to 5, the smallest value was 0.974, and norms differed by up to 6.5 %.
         assert torch.cosine_similarity(one, other, 0) > 0.95
         assert one.norm() == pytest.approx(other.norm(), rel=0.15)
-    torch._dynamo.reset()
-    for layer in decoder_layers(ours):
-        layer.compile(backend="aot_eager")
-    before = compiled.graphs()
-    torch.testing.assert_close(learned(ours)[0], loss, rtol=2 * BF16, atol=0)
-    assert compiled.graphs() - before == 1  # all layers share a graph
+    if compile:
+        torch._dynamo.reset()
+        for layer in decoder_layers(ours):
+            layer.compile(backend="aot_eager")
+        before = compiled.graphs()
+        torch.testing.assert_close(learned(ours)[0], loss, rtol=2 * BF16, atol=0)
+        assert compiled.graphs() - before == 1  # all layers share a graph
     decoder_layers(ours)[1].mlp.up_proj = torch.nn.Linear(64, 192, bias=False)
     (problem,) = fp8.verify(ours, spec)
     assert "is tensorwise-fast and model.layers.1.mlp.up_proj still multiplies in 16 bits" in problem
@@ -539,8 +535,7 @@ def test_adapters_with_8_bit_products_equal_peft():
         assert (mine.float() - theirs.float()).norm() < 3 * BF16 * theirs.float().norm()
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
-@pytest.mark.parametrize("form", ["augmented", "beside"])
+@pytest.mark.parametrize(("form", "layers"), [("augmented", 1), ("augmented", 3), ("beside", 2)])
 def test_compiled_evaluation_equals_eager(form, layers):
     generator = torch.Generator().manual_seed(0)
 

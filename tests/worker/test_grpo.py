@@ -199,7 +199,7 @@ LEARNS = {
 }  # fmt: skip
 
 
-def test_reward_is_learned_only_by_a_learning_run(train_here, monkeypatch):
+def test_reward_is_learned_only_by_a_learning_run(train_here):
     run = train_here(**LEARNS)
     rewards = [row.reward for row in trained(run)]
     assert rewards[0] < 0.7
@@ -208,25 +208,21 @@ def test_reward_is_learned_only_by_a_learning_run(train_here, monkeypatch):
     assert (figures["reward_first"], figures["reward_last"]) == (rewards[0], rewards[-1])
     frozen = trained(train_here(**LEARNS, measure={"control": "learning_rate_0"}))
     assert max(row.reward for row in frozen) < 0.7
-    monkeypatch.setattr(grpo, "even_tokens", lambda completion_ids, **_: [0.5] * len(completion_ids))
-    for row in trained(train_here(**LEARNS)):
-        assert (row.loss, row.grad_norm, row.reward) == (0, 0, 0.5)
 
 
 def test_optimizations_do_not_change_grpo(train_here):
     made = {"objective": GRPO, "dataset": MADE, "train": SGD | {"batch_size": 4}}
-    plain, *others = (
+    plain, other = (
         trained(train_here(**made, optimizations=on))
-        for on in ({}, {"gradient_checkpointing": True}, {"attention": "eager"})
+        for on in ({}, {"gradient_checkpointing": True, "attention": "eager"})
     )
-    for rows in others:
-        for mine, theirs in zip(rows, plain, strict=True):
-            assert (mine.grad_norm, mine.reward) == pytest.approx((theirs.grad_norm, theirs.reward), rel=1e-4)
+    for mine, theirs in zip(other, plain, strict=True):
+        assert (mine.grad_norm, mine.reward) == pytest.approx((theirs.grad_norm, theirs.reward), rel=1e-4)
     assert len({row.grad_norm for row in plain}) == 4
 
 
 def test_reference_is_the_base_model(train_here, monkeypatch):
-    made = {"objective": GRPO | {"beta": 0.1}, "dataset": MADE, "train": {"batch_size": 4}}
+    made = {"objective": GRPO | {"beta": 0.1}, "dataset": MADE, "train": {"batch_size": 4, "max_steps": 1}}
     applied = read_json(train_here(**made, method={"name": "qlora"}).applied)
     assert applied["reference"] == {"kind": "weights under the adapters", "in_step": True}
     assert applied["generation"] == {"by": "transformers generate", "reward": "share of even token ids"}

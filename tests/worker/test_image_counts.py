@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import spec_of
+from conftest import spec_of, train_in
 from ftbench.core import flops
 from ftbench.core.rows import StepRow
 from ftbench.facts import architectures
 from ftbench.families import describe
-from ftbench.store.rundir import read_json
+from ftbench.store.rundir import RunDir, read_json
 from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise
 from ftbench.worker import methods
@@ -26,12 +27,24 @@ MODELS = [LLAVA, pytest.param(QWEN25, marks=pytest.mark.exhaustive), QWEN3]
 MADE = {"name": "images", "samples": 12, "image_size": [300, 200], "mean_length": 20, "max_length": 1024}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_images_and_their_tokens_are_counted_separately(train_here, model):
-    run = train_here(model={"id": model}, dataset=MADE | {"images_per_sample": 2}, train={"max_steps": 6})
+@pytest.fixture(scope="module", params=MODELS)
+def trained(request, tmp_path_factory, cache):
+    """A model, and its run of four steps of two samples with two images each, and an evaluation of one sample."""
+    train = {"max_steps": 4, "gradient_accumulation_steps": 2, "batch_size": 1}
+    data = MADE | {"samples": 8, "images_per_sample": 2, "eval_samples": 1}
+    folder = tmp_path_factory.mktemp("trained")
+    return request.param, train_in(folder, model={"id": request.param}, dataset=data, train=train,
+                                   measure={"warmup": 1}, optimizations={"gradient_checkpointing": True})  # fmt: skip
+
+
+def rows_of(run, phase="train"):
+    return [row for row in read_steps(run.steps)[0] if row.phase == phase]
+
+
+def test_images_and_their_tokens_are_counted_separately(trained):
+    model, run = trained
     size = describe(architectures()[model]).vision.size(200, 300)
-    rows, _ = read_steps(run.steps)
-    for row in rows:
+    for row in rows_of(run):
         assert (row.images, row.tiles) == (4, 4 * size.tiles)
         assert row.image_tokens == 4 * size.tokens
         assert row.image_patches == 4 * size.patches
@@ -42,17 +55,17 @@ def test_images_and_their_tokens_are_counted_separately(train_here, model):
     assert summary.images_per_s == pytest.approx({"images": 4 * steps, "tiles": 4 * size.tiles * steps})
     assert summary.tokens_per_s["image"] == pytest.approx(4 * size.tokens * steps)
     assert summary.tokens_per_s["image"] + summary.tokens_per_s["text"] == pytest.approx(summary.tokens_per_s["real"])
-    assert summary.dataset["images"]["count"] == 24
+    assert summary.dataset["images"]["count"] == 16
     assert summary.dataset["images"]["tokens"]["max"] == size.tokens
+    (evaluated,) = rows_of(run, "evaluate")
+    assert evaluated.images == 2
+    assert evaluated.loss > 0
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_parts_of_the_forward_pass_are_timed(train_here, model):
+def test_parts_of_the_forward_pass_are_timed(trained):
     """All parts are within the forward and backward passes."""
-    train = {"max_steps": 4, "gradient_accumulation_steps": 2, "batch_size": 2}
-    run = train_here(model={"id": model}, dataset=MADE | {"samples": 8}, train=train,
-                     optimizations={"gradient_checkpointing": True})  # fmt: skip
-    rows, _ = read_steps(run.steps)
+    _, run = trained
+    rows = rows_of(run)
     for row in rows:
         parts = (row.vision_s or 0, row.language_s, row.loss_s)
         assert min(parts[1:]) > 0
@@ -74,20 +87,13 @@ def test_text_run_has_no_image_counts(train_here):
     assert "vision_shape" not in read_json(run.applied)
 
 
-def test_evaluation_includes_images(train_here):
-    run = train_here(model={"id": QWEN3}, dataset=MADE | {"eval_samples": 3}, train={"max_steps": 2})
-    (row,) = [row for row in read_steps(run.steps)[0] if row.phase == "evaluate"]
-    assert row.images == 3
-    assert row.loss > 0
-
-
 @pytest.fixture
 def wide(tmp_path):
-    """Write the config.json of a narrow model with the published number of layers and patches per tile."""
+    """Write the config.json of a narrow model with many layers and the published number of patches per tile."""
 
     def write(model):
         config = json.loads(json.dumps(architectures()[model]))
-        config["vision_config"]["num_hidden_layers" if model == LLAVA else "depth"] = 24
+        config["vision_config"] |= {"num_hidden_layers": 24} if model == LLAVA else {"depth": 8}
         if model == LLAVA:
             config["vision_config"]["image_size"] = 336
             config["image_grid_pinpoints"] = [[336, 672], [672, 672]]
@@ -118,9 +124,9 @@ FROZEN, JOINED, LEARNING = ("frozen", "frozen"), ("frozen", "full"), ("full", "f
 
 
 @pytest.mark.parametrize(("model", "parts_trained"), [
-    (LLAVA, FROZEN), (QWEN25, FROZEN), (QWEN3, JOINED), (LLAVA, LEARNING), (QWEN3, LEARNING),
-    *[pytest.param(model, parts, marks=pytest.mark.exhaustive)
-      for model, parts in ((QWEN3, FROZEN), (LLAVA, JOINED), (QWEN25, JOINED), (QWEN25, LEARNING))],
+    (LLAVA, FROZEN), (QWEN25, FROZEN), (QWEN3, JOINED), (QWEN3, LEARNING),
+    *[pytest.param(model, parts, marks=pytest.mark.exhaustive) for model, parts in (
+        (QWEN3, FROZEN), (LLAVA, JOINED), (QWEN25, JOINED), (LLAVA, LEARNING), (QWEN25, LEARNING))],
 ], ids=lambda value: value if isinstance(value, str) else "+".join(value))  # fmt: skip
 def test_flops_of_an_image_equal_torchs_count(cache, wide, model, parts_trained):
     """Up to small terms: LLaVA's class token and unused last layer, and the input gradient of the first product."""
@@ -128,7 +134,7 @@ def test_flops_of_an_image_equal_torchs_count(cache, wide, model, parts_trained)
     method = dict(zip(("vision", "projector"), parts_trained, strict=True))
     spec = spec_of(model=described, method=method)
     loaded = methods.load("lora").adapt(methods.load("lora").load(spec, loading.source_of(spec.model)), spec)
-    high, wide_ = (672, 672) if model == LLAVA else (14 * 32, 14 * 32) if model == QWEN25 else (512, 512)
+    high, wide_ = (672, 672) if model == LLAVA else (14 * 24, 14 * 24) if model == QWEN25 else (384, 384)
     size = shape.size(high, wide_)
     if shape.tile:
         seen = {"pixels": (1, size.tiles, 3, 336, 336), "image_sizes": (high, wide_)}
@@ -139,16 +145,17 @@ def test_flops_of_an_image_equal_torchs_count(cache, wide, model, parts_trained)
     assert counted == pytest.approx(parts(loaded, seen), rel=0.06)
 
 
-def test_model_flops_include_images(train_here):
-    run = train_here(model={"id": QWEN3}, dataset=MADE, train={"max_steps": 6})
+def test_model_flops_include_images(trained, tmp_path):
+    run = RunDir(shutil.copytree(trained[1].path, tmp_path / "copy"))
     summary, facts = summarise(run), read_json(run.applied)
-    rows = [row for row in read_steps(run.steps)[0] if row.phase == "train"][summary.steps["warmup"] :]
+    rows = rows_of(run)[summary.steps["warmup"] :]
     window = sum(row.step_time_s for row in rows)
     text = facts | {"vision_shape": None}
     (run.applied).write_text(json.dumps(text))
     without = summarise(run).model_tflops
     patches, shape = sum(row.image_patches for row in rows), flops.VisionMatmulShape(**facts["vision_shape"])
-    expected = patches * flops.vision_per_patch(shape, rows[0].image_patches / 2) / window / 1e12
+    per_tile = rows[0].image_patches / rows[0].tiles
+    expected = patches * flops.vision_per_patch(shape, per_tile) / window / 1e12
     assert summary.model_tflops - without == pytest.approx(expected, rel=1e-6)
     assert StepRow().images is None
 

@@ -129,7 +129,6 @@ def test_batch_equals_that_of_trls_collator(reads, folder, model, monkeypatch):
     "row",
     [
         {"image": "a.png", "text": WORDS},
-        {"image": "a.png", "instruction": "What is it?", "output": WORDS},
         {"images": ["a.png"], "caption": WORDS, "question": "What is it?"},
         {"image": "a.png", "messages": [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": WORDS}]},
         {"image": "a.png", "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": WORDS}]},
@@ -238,7 +237,6 @@ def broken(folder):
     (folder / "flat.png").write_bytes(png(photo(0, (2000, 8))))
     Image.new("RGB", (8, 8)).save(folder / "program.png", "EPS")
     Image.fromarray(np.zeros((9, 9), dtype=np.float32)).save(folder / "float.tif")
-    (folder / "dir.png").mkdir()
     os.mkfifo(folder / "pipe.png")
 
 
@@ -252,17 +250,12 @@ def broken(folder):
         ({"image": "flat.png"}, "more elongated than 200 to 1"),
         ({"image": "float.tif"}, "float.tif cannot be decoded .its values have 32 bits"),
         ({"image": "missing.png"}, "missing.png cannot be read .No such file"),
-        ({"image": "dir.png"}, "dir.png cannot be read .not a regular file"),
         ({"image": "pipe.png"}, "pipe.png cannot be read .not a regular file"),
         ({"image": "https://a.b/c.png"}, "is a URL: download it"),
         ({"image": 7}, "an image must be a path or bytes, not int"),
         ({"image": None}, "has no image"),
-        ({"image": ""}, "an image is empty"),
         ({"image": {"path": None, "bytes": None}}, "an image is empty"),
-        ({"image": {"path": 5}}, "an image must be a path or bytes, not int"),
-        ({"images": []}, "has no image"),
         ({"image": "a.png", "question": "<image> or <image>?"}, "2 markers for images, but the row has 1 image"),
-        ({"images": ["a.png", "b.png"], "question": "<image>?"}, "1 marker for images, but the row has 2 images"),
         ({"image": "a.png", "text": "an <image>"}, "an answer contains an image"),
     ],
 )
@@ -339,12 +332,6 @@ def test_generated_pictures_have_the_requested_sizes(reads):
         assert len(sizes) == 120
         assert np.median([wide * high for wide, high in sizes]) == pytest.approx(240_000, rel=0.15)
         assert np.mean([high > wide for wide, high in sizes]) == pytest.approx(upright, abs=0.15)
-
-
-@pytest.mark.parametrize("value", ["56", 56, [56], [1, 2, 3], True])
-def test_image_size_is_width_and_height(value):
-    with pytest.raises(ValidationError, match="image_size"):
-        spec_with({key: MADE[key] for key in ("name", "samples")} | {"image_size": value})
 
 
 def test_image_tokens_never_have_a_label():

@@ -14,37 +14,45 @@ from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.store.rundir import read_json
 from ftbench.worker import methods
+from ftbench.worker.measure import effective_config
 from ftbench.worker.model import loading, random_weights
 
 MODELS = ["tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl"]
 TEXT = {"dataset": {"samples": 2}, "train": {"max_steps": 1}}
 
 
-def kinds_of(run):
-    kinds = read_json(run.applied)["parameters"]["by_kind"]
+def adapted(model, **method):
+    spec = spec_of(model={"id": model}, method=method)
+    return methods.load(spec.method.name).adapt(
+        methods.load(spec.method.name).load(spec, loading.source_of(spec.model)), spec
+    )
+
+
+def kinds_of(model):
+    kinds = effective_config.parameters_by_kind(model)
     parts = {part: kinds.pop(part) for part in ("vision", "projector")}
     language = {count: sum(kind[count] for kind in kinds.values()) for count in ("total", "trainable")}
     return parts | {"language": language}
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_method_selects_the_trained_parts(train_here, model):
+def test_method_selects_the_trained_parts(cache, model):
     shape = describe(architectures()[model])
     totals = {"vision": shape.vision.encoder, "projector": shape.vision.projector, "language": shape.total}
     totals["language"] -= shape.vision.total
-    frozen = kinds_of(train_here(model={"id": model}, **TEXT))
+    frozen = kinds_of(adapted(model))
     assert frozen["vision"] == {"total": totals["vision"], "trainable": 0}
     assert frozen["projector"] == {"total": totals["projector"], "trainable": 0}
     assert frozen["language"]["trainable"] == frozen["language"]["total"] - totals["language"] > 0
-    other = kinds_of(train_here(model={"id": model}, method={"vision": "lora", "projector": "full"}, **TEXT))
+    other = kinds_of(adapted(model, vision="lora", projector="full"))
     assert other["vision"]["trainable"] == other["vision"]["total"] - totals["vision"] > 0
     assert other["projector"] == {"total": totals["projector"], "trainable": totals["projector"]}
     assert other["language"] == frozen["language"]
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_full_trains_all_weights(train_here, model):
-    kinds = kinds_of(train_here(model={"id": model}, method={"name": "full"}, **TEXT))
+def test_full_trains_all_weights(cache, model):
+    kinds = kinds_of(adapted(model, name="full"))
     assert all(kind["trainable"] == kind["total"] > 0 for kind in kinds.values())
 
 
@@ -132,11 +140,12 @@ def test_unsloth_loader_matches_the_model(cache, monkeypatch, name, by):
 
 
 @pytest.mark.parametrize("model", ["tiny/llava-next", "tiny/qwen2.5-vl"])
-def test_targets_may_be_the_ends_of_names(train_here, model):
-    def trained(*targets):
-        run = train_here(model={"id": model}, method={"targets": targets} if targets else {}, **TEXT)
-        return read_json(run.applied)["parameters"]["trainable"]
+def test_targets_may_be_the_ends_of_names(cache, model):
+    def count(**method):
+        return sum(p.numel() for p in adapted(model, **method).parameters() if p.requires_grad)
 
-    every = train_here(model={"id": model}, method={"targets": "all-linear"}, **TEXT)  # all but the head
-    assert read_json(every.applied)["parameters"]["trainable"] == trained()
+    def trained(*targets):
+        return count(targets=targets)
+
+    assert count(targets="all-linear") == count()  # all but the head
     assert trained("self_attn.q_proj") == trained("q_proj") == 2 * trained("layers.0.self_attn.q_proj")

@@ -45,15 +45,6 @@ def test_missing_weight_fails_with_its_name(train_from, method):
         train_from(lambda weights: weights.pop(LOST), method)
 
 
-def test_file_with_other_weights_is_not_a_checkpoint(train_from):
-    def replace(weights):
-        weights.clear()
-        weights["x"] = torch.zeros(2)
-
-    with pytest.raises(MissingError, match=r"lacks weights .* and \d+ more"):
-        train_from(replace)
-
-
 def test_weight_of_another_shape_fails_with_both_shapes(train_from):
     with pytest.raises(MissingError, match=r"down_proj\.weight \(\[64, 192\], not \[64, 80\]\)"):
         train_from(lambda weights: None, values={"intermediate_size": 80})
@@ -76,9 +67,8 @@ def test_inconsistent_configuration_is_an_error_message(train_from):
         train_from(lambda weights: None, values={"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2})
 
 
-@pytest.mark.parametrize("content", [b"", b"noise"])
-def test_damaged_pickle_file_is_an_error_message(tmp_path, content):
-    (tmp_path / "pytorch_model.bin").write_bytes(content)
+def test_damaged_pickle_file_is_an_error_message(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"noise")
     with pytest.raises(MissingError, match="its weights are damaged"):
         loading.reach(Model(id="mine", path=str(tmp_path)), lambda: torch.load(tmp_path / "pytorch_model.bin"))
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -62,13 +61,6 @@ def test_dequantised_values_equal_those_of_transformers(cache):
     for dtype in (torch.bfloat16, torch.float32):
         theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
         assert torch.equal(mxfp4.dequantise(blocks, scales, dtype), theirs)
-
-
-def test_lower_half_of_a_byte_comes_first():
-    blocks = torch.zeros(1, 1, 1, 16, dtype=torch.uint8)
-    blocks[..., 0] = 0x7A  # 10 is -1, 7 is 6
-    values = mxfp4.dequantise(blocks, torch.tensor([[[129]]], dtype=torch.uint8), torch.float32)
-    assert values.flatten().tolist() == [-4.0, 24.0] + [0.0] * 30
 
 
 # Error bound of float32: two layers with sums of 64 terms.
@@ -143,10 +135,10 @@ def test_weights_drawn_in_memory_equal_those_of_files(cache):
 @pytest.mark.parametrize("experts", [False, True])
 def test_mxfp4_model_trains_and_is_described(train_here, experts):
     method = {**MXFP4, "experts": experts}
-    run = train_here(model=GPT_OSS, method=method, train={"learning_rate": 0.01, "epochs": 4})
+    run = train_here(model=GPT_OSS, method=method, dataset={"samples": 4}, train={"learning_rate": 0.01, "epochs": 8})
     losses = [row.loss for row in read_steps(run.steps)[0]]
-    learned = (sum(losses[:6]) - sum(losses[-6:])) / 6
-    assert learned > (0.3 if experts else 0.1)  # on the same six batches
+    learned = (sum(losses[:2]) - sum(losses[-2:])) / 2
+    assert learned > (0.3 if experts else 0.1)  # on the same two batches
     found = read_json(run.applied)
     kinds = found["parameters"]["by_kind"]
     assert (kinds["experts"]["trainable"] > 0) == experts
@@ -156,22 +148,13 @@ def test_mxfp4_model_trains_and_is_described(train_here, experts):
     assert found["matmul_shape"] == plain["matmul_shape"]
 
 
-@pytest.mark.parametrize(
-    "optimizations", [{"gradient_checkpointing": True}, {"chunked_loss": True, "padding_free": True}], ids=str
-)
-def test_optimizations_do_not_change_losses(train_here, optimizations):
+def test_optimizations_do_not_change_losses(train_here):
     def losses(**changes):
-        run = train_here(model=GPT_OSS, method={**MXFP4, "experts": True}, **changes)
+        run = train_here(model=GPT_OSS, method={**MXFP4, "experts": True}, dataset={"samples": 6}, **changes)
         return [row.loss for row in read_steps(run.steps)[0]]
 
-    assert losses(optimizations=optimizations) == pytest.approx(losses(), rel=2e-3)
-
-
-def test_memory_equals_the_size_of_the_format(cache):
-    spec, folder = published(**MXFP4)
-    model = qlora.load(spec, folder)
-    size = sum(p.untyped_storage().nbytes() for name, p in model.named_parameters() if p.dtype == torch.uint8)
-    assert size == 2 * 4 * 3 * 64 * 64 * (4 + 8 / 32) / 8
+    on = {"gradient_checkpointing": True, "chunked_loss": True, "padding_free": True}
+    assert losses(optimizations=on) == pytest.approx(losses(), rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -224,10 +207,3 @@ def test_transformers_is_restored():
     with pytest.raises(RuntimeError), mxfp4.as_experts():
         raise RuntimeError
     assert modeling_gpt_oss.GptOssExperts is before is not mxfp4.Mxfp4Experts
-
-
-def test_codes_are_drawn_uniformly(cache):
-    (file,) = materialise(spec_of(model={**GPT_OSS, "dtype": "bfloat16"}).model, "mxfp4").glob("*.safetensors")
-    blocks = load_file(file)["model.layers.1.mlp.experts.gate_up_proj_blocks"]
-    counts = torch.bincount(torch.cat([blocks & 15, blocks >> 4]).flatten().to(torch.int64), minlength=16)
-    assert counts.min() > 0.9 * counts.float().mean()

@@ -92,22 +92,12 @@ def test_second_use_does_not_write(own_cache):
     assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError(28, "No space left"), "FTBENCH_CACHE"),
-        (
-            PermissionError(13, "Permission denied"),
-            "Permission denied; .* set FTBENCH_CACHE to a writable folder",
-        ),
-    ],
-)
-def test_unfinished_cache_entry_is_deleted(own_cache, monkeypatch, error, message):
+def test_unfinished_cache_entry_is_deleted(own_cache, monkeypatch):
     def fail(*_):
-        raise error
+        raise OSError(28, "No space left")
 
     monkeypatch.setattr(random_weights, "build_tokenizer", fail)
-    with pytest.raises(MissingError, match=message):
+    with pytest.raises(MissingError, match="FTBENCH_CACHE"):
         materialise(tiny())
     assert [entry for entry in (own_cache / "models").iterdir() if entry.is_dir()] == []
 

@@ -11,8 +11,6 @@ import pytest
 import warm
 from conftest import spec_of
 from ftbench.errors import SpecError
-from ftbench.report.data.collect import collect
-from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.spec.identity import fingerprint
 from ftbench.spec.load import load
 from ftbench.store.rundir import read_json
@@ -53,15 +51,17 @@ def test_own_reward_is_learned_and_a_constant_one_is_not(train_here, reward_of):
         "reward_sha256": hashlib.sha256(ODD.encode()).hexdigest(),
     }  # fmt: skip
     constant = reward_of("def judge(completions, **columns):\n    return [0.25] * len(completions)\n", file="same.py")
-    rows = read_steps(train_here(**LEARNS, objective=GRPO | {"reward": constant}).steps)[0]
+    short = LEARNS | {"train": LEARNS["train"] | {"max_steps": 2}}
+    rows = read_steps(train_here(**short, objective=GRPO | {"reward": constant}).steps)[0]
     assert {(row.loss, row.grad_norm, row.reward) for row in rows if row.phase == "train"} == {(0, 0, 0.25)}
 
 
 def test_several_rewards_add_up(train_here, reward_of):
     text = ODD + "def judge(completion_ids, **columns):\n    return [1 - each for each in odd(completion_ids)]\n"
     both = [reward_of(text, "odd"), reward_of(text)]
-    run = train_here(**LEARNS, objective=GRPO | {"reward": both})
-    assert rewards_of(run) == pytest.approx([1.0] * 10)
+    short = LEARNS | {"train": LEARNS["train"] | {"max_steps": 2}}
+    run = train_here(**short, objective=GRPO | {"reward": both})
+    assert rewards_of(run) == pytest.approx([1.0] * 2)
     assert read_json(run.applied)["generation"]["reward"] == "judge.py:odd + judge.py:judge"
 
 
@@ -98,9 +98,7 @@ def test_reward_gets_texts_and_columns(train_here, reward_of, tmp_path):
         ("return [float('nan')] * 4", "returned [nan, nan, nan, nan] for 4 completions"),
         ("return [0.0, float('inf'), 0.0, 0.0]", "returned [0.0, inf, 0.0, 0.0] for 4 completions"),
         ("return ['good'] * 4", "ValueError: could not convert string to float: 'good'"),
-        ("return [None] * 4", "TypeError: float() argument must be"),
         ("return (x / 0 for x in [1])", "judge.py:judge: ZeroDivisionError: division"),
-        ("return None", "TypeError: 'NoneType' object is not iterable"),
         ("import sys\n    sys.exit(3)", "SystemExit: 3"),
     ],
 )
@@ -129,9 +127,7 @@ def test_out_of_memory_in_a_reward_is_raised_unchanged(reward_of, error):
     ("text", "message"),
     [
         ("import no_such_module\n", "ModuleNotFoundError"),
-        ("x = (", "SyntaxError"),
         ("judge = 3", "does not define judge"),
-        ("if False:\n    def judge(**columns): pass", "does not define judge"),
     ],
 )
 def test_file_without_a_usable_function_is_an_error(reward_of, text, message):
@@ -150,17 +146,6 @@ def test_fingerprint_depends_on_the_reward_files_content(reward_of, tmp_path):
     ours = fingerprint(spec_of(objective=GRPO, train={"batch_size": 16}))
     assert first == moved
     assert len({first, edited, other, ours}) == 4
-
-
-def test_runs_with_different_rewards_are_not_repeats(train_here, reward_of, tmp_path):
-    small = GRPO | {"num_generations": 2, "max_completion_length": 2}
-    for text in (ODD, ODD, ODD + "#"):
-        train_here(
-            objective=small | {"reward": reward_of(text, "odd")}, dataset={"samples": 2, "mean_length": 8},
-            train={"batch_size": 2},
-        )  # fmt: skip
-    cells = cells_of(runs_of(collect([tmp_path / "tests"])))
-    assert sorted(len(cell.runs) for cell in cells) == [1, 2]
 
 
 def spec_with(folder, reward):
@@ -187,7 +172,6 @@ def test_path_is_relative_to_the_spec(tmp_path):
         ("", "nowhere.py:judge", "nowhere.py: no such file"),
         ("", "judge.py", "'judge.py' must be path/to/file.py:function"),
         ("def judge(**columns): pass", "judge.py:jugde", "does not define jugde; did you mean judge?"),
-        ("", "[]", "must be path/to/file.py:function"),
         ("def judge(**columns):\n    return 1 / 0", "judge.py:judge", "judge.py:judge: ZeroDivisionError"),
     ],
 )

@@ -15,7 +15,7 @@ from ftbench.worker import methods
 from ftbench.worker.model import loading
 
 IDS = torch.arange(5, 45).view(2, 20)
-SAVE = {"measure": {"save_adapter": True}, "train": {"learning_rate": 0.02}}
+SAVE = {"measure": {"save_adapter": True}, "train": {"learning_rate": 0.02, "max_steps": 2}}
 
 
 @pytest.mark.parametrize(

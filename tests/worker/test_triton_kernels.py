@@ -73,8 +73,7 @@ def learned(model):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "peft"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "fused"), [*[(family, True) for family in FAMILIES], ("qwen3", False)])
 def test_loss_and_gradients_equal_transformers(kernels, family, fused):
     plain, ours = model_of(family), model_of(family)
     if fused:
@@ -116,14 +115,6 @@ def test_disabled_adapters_leave_the_base_model(kernels):
     kernels.apply(ours, ON)
     with ours.disable_adapter(), plain.disable_adapter(), torch.no_grad():
         torch.testing.assert_close(ours(input_ids=IDS).logits, plain(input_ids=IDS).logits)
-
-
-def test_generation_is_unchanged(kernels):
-    plain, ours = model_of(), model_of()
-    fused_lora.apply(ours, ON)
-    kernels.apply(ours, ON)
-    answers = [model.generate(input_ids=IDS[:1], max_new_tokens=3, do_sample=False) for model in (ours, plain)]
-    assert torch.equal(*answers)
 
 
 def test_one_compiled_graph_serves_all_layers_without_copies(kernels):
@@ -533,13 +524,6 @@ def test_without_triton_a_run_says_what_is_missing(monkeypatch):
 def bench_kernels(*arguments):
     command = [sys.executable, str(ROOT / "scripts/studies/bench-kernels"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU here")
-def test_kernel_timing_needs_a_gpu():
-    done = bench_kernels()
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "this machine has no GPU to time kernels on" in done.stderr
 
 
 def test_timed_variants_compute_the_same(kernels):

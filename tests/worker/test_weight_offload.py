@@ -30,15 +30,15 @@ LAYERS = 5
 ON = {"gradient_checkpointing": True, "weight_offload": True}
 RECIPES = {
     "two passes a step, evaluated": {
-        "train": {"gradient_accumulation_steps": 2, "epochs": 2}, "dataset": {"eval_samples": 4},
+        "train": {"gradient_accumulation_steps": 2, "epochs": 2}, "dataset": {"samples": 4, "eval_samples": 2},
         "measure": {"eval": "epoch"},
     },
     "packed, loss over chunks, fused adapters": {
-        "optimizations": {"packing": True, "chunked_loss": 16, "fused_lora": True},
+        "optimizations": {"packing": True, "chunked_loss": 16, "fused_lora": True}, "dataset": {"samples": 12},
     },
     "tied, loss over chunks": {"model": {"tied": True}, "optimizations": {"chunked_loss": True}},
     "all weights": {
-        "method": {"name": "full"}, "dataset": {"eval_samples": 4}, "measure": {"save_adapter": False},
+        "method": {"name": "full"}, "dataset": {"samples": 4, "eval_samples": 2}, "measure": {"save_adapter": False},
         "optimizations": {"optimizer_in_backward": True, "chunked_loss": 16},
     },
     "4 bits": {"method": {"name": "qlora", "upcast": False}, "optimizations": {"chunked_loss": True}},
@@ -59,7 +59,8 @@ def trained(tmp_path, cache, monkeypatch):
         train = {"optimizer": "sgd", "max_grad_norm": 0, "learning_rate": 0.1} | changes.pop("train", {})
         optimizations = changes.pop("optimizations", {}) | on
         model = {"id": f"tiny/{path.parent.name}", "path": str(path)}
-        return train_in(tmp_path, model=model, train=train, optimizations=optimizations,
+        data = {"samples": 4} | changes.pop("dataset", {})
+        return train_in(tmp_path, model=model, train=train, optimizations=optimizations, dataset=data,
                         measure={"save_adapter": True} | changes.pop("measure", {}), **changes)  # fmt: skip
 
     return run
