@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ftbench.core.hardware import Gpu
 from ftbench.core.table import folded_command
-from ftbench.core.units import NIGHT_H, gibibytes, some
+from ftbench.core.units import NIGHT_H, gibibytes, listed, some
 from ftbench.errors import SpecError
 from ftbench.estimate import text
 from ftbench.estimate.gpus import ALL, gpus_named, machine_gpu, probed
@@ -17,6 +17,7 @@ from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.text import GpuEstimate, Scope, totals
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
+from ftbench.estimate.time.rates import has_fp8
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.prices import load_prices
@@ -67,6 +68,7 @@ def estimate(request: EstimateRequest) -> Answer:
     spec = history.with_sample_count(spec)
     if every:
         return _compare_strategies(spec, targets, request, history)
+    targets, without = _with_fp8(spec, targets, request.store)
     prices = None if request.prices is None else load_prices(request.prices)
     scope = Scope(request.samples, NIGHT_H if request.hours is None else request.hours, prices)
     memory_cache = MemoryCache(targets[0].total)
@@ -76,7 +78,19 @@ def estimate(request: EstimateRequest) -> Answer:
     if best:
         closest = min(range(len(rows)), key=lambda at: rows[at].memory.device.high - rows[at].memory.usable)
         nearest, document["gpus"][closest]["nearest"] = _alternative(spec, targets[closest], request, sets, history)
-    return Answer(text.as_text(spec, rows, scope, nearest), json.dumps(document), best)
+    return Answer(text.as_text(spec, rows, scope, nearest) + without, json.dumps(document), best)
+
+
+def _with_fp8(spec: Experiment, targets: list[Target], store: Path) -> tuple[list[Target], str]:
+    """Return the GPUs that can compute in the precision of the spec, and a note about the others. Raise SpecError if
+    there are only others."""
+    lacking = [target for target in targets if isinstance(target.gpu, Gpu) and not has_fp8(target.gpu, store)]
+    if spec.optimizations.fp8 == "off" or not lacking:
+        return targets, ""
+    names = listed([target.name for target in lacking], 2)
+    if len(lacking) == len(targets):
+        raise SpecError(f"no fp8 matrix products on {names}: set optimizations.fp8 to off")
+    return [each for each in targets if each not in lacking], f"\nwithout {names}: no fp8 matrix products"
 
 
 def _estimated(spec: Experiment, target: Target, history: RunHistory, memory_cache: MemoryCache) -> GpuEstimate:

@@ -203,7 +203,8 @@ def reach(environment: Mapping[str, str]) -> tuple[Verdict, str]:
 
 def _connect(endpoint: str) -> str:
     """Return the reason why the endpoint cannot be reached. Return an empty string if the endpoint answers."""
-    import urllib.error  # rarely needed, and slow
+    import http.client  # rarely needed, and slow
+    import urllib.error
     import urllib.request
 
     try:
@@ -211,5 +212,5 @@ def _connect(endpoint: str) -> str:
             return ""
     except urllib.error.HTTPError as error:
         return f"HTTP {error.code}" if error.code in (401, 403, 407) or error.code >= 500 else ""
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return str(getattr(error, "reason", error))

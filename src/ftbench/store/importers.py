@@ -10,7 +10,6 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +129,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
             f"{file}: not a trainer_state.json or a CSV with the columns {', '.join(COLUMNS)} (missing in its first "
             f"line: {', '.join(missing)})"
         )
-    rows, notes = read_steps(file)
+    rows, notes = read_steps(file, ended=True)
     rows = [row for row in rows if row.phase in (None, "train")]
     if not rows:
         raise SpecError(f"{file}: contains no training step" + (f" ({notes[0]})" if notes else ""))
@@ -138,9 +137,12 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
         row.phase = "train"
     before = StepRow(step=0, elapsed_time_sec=0.0)
     step_samples = about.batch_size and about.batch_size * about.gradient_accumulation_steps
-    for last, row in pairwise([before, *rows]):
+    last, every = before, 1
+    for row in rows:
         _time(file, last, row, step_samples)
-    every = max(int(row.step or 0) - int(last.step or 0) for last, row in pairwise([before, *rows]))
+        if row.step_time_s:  # with rounded times, several lines can have the same time
+            every = max(every, int(row.step or 0) - int(last.step or 0))
+            last = row
     if every > 1:
         notes.append(f"a line is the mean of up to {every} steps: the times of single steps are unknown")
     if step_samples:

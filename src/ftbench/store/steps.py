@@ -57,10 +57,11 @@ class StepsTail:
         return list(_rows(f"{self._header}\n{text}", self._path.name, [])) if self._header else []
 
 
-def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
+def read_steps(path: Path, ended: bool = False) -> tuple[list[rows.StepRow], list[str]]:
     """Return the rows of a steps.csv, and warnings about damaged lines.
 
-    A missing file gives an empty list. An incomplete last line (after a kill or with a full disk) is left out.
+    A missing file gives an empty list. A last line without a line break (after a kill or with a full disk) is left out,
+    except if the file has `ended`.
     """
     try:
         with open_plain_file(path, MOST_CSV_BYTES) as file:
@@ -69,7 +70,7 @@ def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
         return [], []
     except (OSError, ValueError) as error:
         return [], [f"{path.name}: {error}"]
-    whole, newline, torn = text.rpartition("\n")
+    whole, newline, torn = (text + "\n" if ended else text).rpartition("\n")
     warnings = [f"{path.name}: the last line is not finished and was left out"] if torn else []
     return list(_rows(f"{whole}{newline}", path.name, warnings)), warnings
 

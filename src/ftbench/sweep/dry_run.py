@@ -89,9 +89,9 @@ def _totals(pending: Sequence[PlannedJob], ready: Ready | None) -> list[str]:
     if not lasting:
         why = "no formula or run covers these cells" if ready and ready.device else "formulas need a GPU"
         return ["\n" + wrapped(f"total: {some(len(pending), 'run')}; time unknown until the first run ends: {why}")]
-    slots = len(ready.slots) if ready else 1
+    slots = min(len(ready.slots), len(pending)) if ready else 1
     total, joules = sum(lasting), sum(energies)
-    parts = [some(len(pending), "run"), f"about {seconds(total / slots)}"]
+    parts = [some(len(pending), "run"), f"about {seconds(max(total / slots, *lasting))}"]
     parts += [f"{slots} at a time"] if slots > 1 else []
     parts += [f"{joules / JOULES_PER_KWH:.3g} kWh of the GPU"] if energies else []
     parts += [f"times known for {len(lasting)} of {len(pending)} runs"] if len(lasting) < len(pending) else []

@@ -136,7 +136,8 @@ class Session:
             summary, job = running.result.result().summary, running.job
             self.plan.ended(job)
             wall = rundir.read_json(job.run.state).get("wall_s")
-            if summary.state == "interrupted" and self._stopping is None and self.deadline is not None:
+            over = self.deadline is not None and time.monotonic() >= self.deadline
+            if summary.state == "interrupted" and self._stopping is None and over:
                 self._stop("time budget")
             self.view.event(status.ended(job.what, summary, wall))
             self._write()

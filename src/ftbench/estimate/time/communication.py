@@ -84,12 +84,14 @@ def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, pa
         last = min(gradients, 2 * ring * DDP_BUCKET)
         return Traffic(gradients - last, last, 1)
     sixteen = ring * shape.trained * HALF
-    host = _offloaded(sharding, shape, passes)
+    host = _offloaded(sharding, plan, shape, passes)
     if states in ("zero1", "zero2"):  # overlap_comm is off; ZeRO-2 reduces after each micro-batch
         return host + Traffic(waited=sixteen * (1 + (passes if states == "zero2" else 1)), calls=2 * passes)
-    weights, layers = ring * shape.model.weight_bytes(HALF), len(shape.model.layers)
+    weights, layers = ring * _sent_weights(plan, shape), len(shape.model.layers)
     first = weights / layers  # the first layer of each pass does not overlap with computation
-    copied = passes * _copied(sharding, plan, shape) if states == "fsdp" else _copied_by_zero(sharding, shape, passes)
+    copied = (
+        passes * _copied(sharding, plan, shape) if states == "fsdp" else _copied_by_zero(sharding, plan, shape, passes)
+    )
     return host + Traffic(passes * (2 * (weights - first) + sixteen), 2 * passes * first, 2 * passes, copied=copied)
 
 
@@ -104,22 +106,29 @@ def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> fl
     return 2 * gathered + trained * (2 * HALF + part * (HALF + FLOAT))
 
 
-def _copied_by_zero(sharding: Sharding, shape: TrainableShape, passes: int) -> float:
+def _sent_weights(plan: TrainingPlan, shape: TrainableShape) -> float:
+    """Return the bytes of all weights in the format in which GPUs send them: 4-bit matrices stay packed."""
+    model = shape.model
+    packed = model.linear_parameters if plan.quantised else 0
+    return (model.total - packed) * HALF + packed / 2
+
+
+def _copied_by_zero(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, passes: int) -> float:
     """Return the bytes that ZeRO-3 moves outside matrix products (DeepSpeed 0.19, stage3.py).
 
     In the forward and backward pass, DeepSpeed copies each weight out of the receive buffer. It scales each gradient
     before the reduction, and copies its part. In the optimizer step, it computes the norm of its gradients, joins them,
     casts them to float32, scales them, and casts the updated weights to 16 bits."""
-    count, part = shape.model.weight_bytes(HALF) / HALF, shape.trained / sharding.holders
+    weights, part = _sent_weights(plan, shape), shape.trained / sharding.holders
     updated = 0.0 if sharding.offload != "none" else part * (2 * (HALF + FLOAT) + 2 * HALF + (HALF + FLOAT) + 2 * FLOAT)
-    return passes * (2 * count * 2 * HALF + shape.trained * 2 * HALF + part * 2 * HALF) + updated
+    return passes * (2 * weights * 2 + shape.trained * 2 * HALF + part * 2 * HALF) + updated
 
 
-def _offloaded(sharding: Sharding, shape: TrainableShape, passes: int) -> Traffic:
+def _offloaded(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, passes: int) -> Traffic:
     if sharding.offload == "none":
         return Traffic()
     part = shape.trained / sharding.gpus
-    weights = shape.model.weight_bytes(HALF) / sharding.gpus if sharding.offload == "params" else 0.0
+    weights = _sent_weights(plan, shape) / sharding.gpus if sharding.offload == "params" else 0.0
     return Traffic(to_host=2 * HALF * part + 2 * passes * weights, on_host=_HOST_BYTES * shape.trained)
 
 

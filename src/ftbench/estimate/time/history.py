@@ -58,6 +58,7 @@ class TimedRun:
     limit_w: float | None = None
     launch_bound: bool = False
     cpu: tuple[Any, Any] = (None, None)  # model and number of cores
+    ended_at: str = ""
 
 
 class RunHistory:
@@ -185,9 +186,11 @@ def is_outdated(run: RunDir, spec: Experiment) -> bool:
 def timed_runs(
     paths: Iterable[Path], wanted: Callable[[dict[str, Any]], bool] = lambda summary: True
 ) -> list[TimedRun]:
-    """Return the usable runs in `paths` that `wanted` selects by summary. Of runs with equal ids, return the last."""
+    """Return the usable runs in `paths` that `wanted` selects by summary. Of runs of one GPU with equal ids, return
+    the latest with a valid speed."""
     runs = (timed_run(run, wanted) for path in paths for run in rundir.find_runs(path))
-    return [same[-1] for same in grouped_by(filter(None, runs), lambda run: run.run_id).values()]
+    equal = grouped_by(filter(None, runs), lambda run: (run.gpu, run.run_id)).values()
+    return [max(same, key=lambda run: (not run.invalid, run.ended_at)) for same in equal]
 
 
 def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun | None:
@@ -211,6 +214,7 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
             step_key(spec), summary["tokens_per_s"]["real"] * seconds,
             _invalid(summary), limited.watts if limited else None, _is_launch_bound(summary),
             _model_and_cores(described.get("cpu") or {}),
+            str(rundir.read_json(run.state).get("ended_at") or ""),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError):  # not a summary of ftbench
         return None

@@ -88,6 +88,11 @@ class Step:
     by_images: bool = False
 
 
+def has_fp8(gpu: Gpu, store: Path | None) -> bool:
+    """Return whether a GPU has 8-bit matrix products, by the GPU table or a probe in the results folder."""
+    return gpu.fp8 is not None or bool(store and machine.ceilings(store, gpu.name).get("tflops", {}).get("fp8"))
+
+
 @lru_cache(maxsize=256)
 def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilings:
     """Return the highest rates of a GPU. `precision` is bf16, fp16 or fp32, as in `train.precision`.

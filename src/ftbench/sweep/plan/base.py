@@ -193,7 +193,8 @@ class WallTimes:
 
         `running` has a pair for each running job: the job, and the seconds since the start of the job."""
         bounds = [(self.at_most_s(job), spent) for job, spent in (*((job, 0.0) for job in pending), *running)]
-        return sum(max(0.0, bound - spent) for bound, spent in bounds if bound) / slots if self._cells else None
+        lasting = [max(0.0, bound - spent) for bound, spent in bounds if bound]
+        return max(sum(lasting) / slots, *lasting, 0.0) if self._cells else None
 
 
 def _batch(spec: Experiment) -> int:

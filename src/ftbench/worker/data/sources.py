@@ -40,7 +40,8 @@ class HubRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = dict(self._data[index])
-        return row | {key: names[row[key]] for key, names in self._classes.items() if row[key] is not None}
+        numbers = {key: -1 if row[key] is None else row[key] for key in self._classes}  # -1: the row has no class
+        return row | {key: self._classes[key][each] if each >= 0 else None for key, each in numbers.items()}
 
     def where(self, index: int) -> str:
         """Return the name of the data set and the number of the row, for messages."""

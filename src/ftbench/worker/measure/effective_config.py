@@ -174,7 +174,8 @@ def matmul_shape(model: Any) -> MatmulShape:
     config, base = model.config.get_text_config(), base_model(model)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     visited = (getattr(config, "num_experts_per_tok", None) or config.top_k_experts) / experts if experts else 1.0
-    tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
+    output = base.get_output_embeddings().weight  # can be the weight of the input embeddings
+    outputs = [name for name, parameter in model.named_parameters() if parameter is output]
     layers, head, adapters = [0, 0], [0, 0], 0  # [all weights, trained weights]
     for name, kind, count, trained in _matrices(model):
         if kind in ("vision", "projector"):
@@ -182,7 +183,7 @@ def matmul_shape(model: Any) -> MatmulShape:
         count = round(count * (visited if kind == "experts" else 1))
         if "lora_" in name:
             adapters += count
-        elif kind != "embedding" or tied:
+        elif kind != "embedding" or name in outputs:
             part = head if kind in ("head", "embedding") else layers
             part[0] += count
             part[1] += count if trained else 0
@@ -220,16 +221,21 @@ def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
     The width is 0 for linear attention. For latent attention, the width is the mean of query width and value width.
     """
     layers = config.num_hidden_layers
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if value := getattr(config, "v_head_dim", None):
-        width = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + value) // 2
-    else:
-        width = config.num_attention_heads * head
+    configs = getattr(config, "per_layer_config", None) or [config] * layers  # layers of Gemma 4 differ
     window = getattr(config, "sliding_window", None)
     slides = bool(window) and getattr(config, "use_sliding_window", True) is not False
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if slides else "full_attention"] * layers
-    widths = tuple(0 if kind == "linear_attention" else width for kind in kinds)
+    widths = tuple(0 if kind == "linear_attention" else _width(each) for kind, each in zip(kinds, configs, strict=True))
     return widths, tuple(window if slides and kind == "sliding_attention" else None for kind in kinds)
+
+
+def _width(config: Any) -> int:
+    """Return the attention width of a layer. Return 0 for a model without attention heads, such as Mamba 2."""
+    if not (heads := getattr(config, "num_attention_heads", 0)):
+        return 0
+    if value := getattr(config, "v_head_dim", None):
+        return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + value) // 2)
+    return int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
 
 
 def device_of(model: Any) -> str:

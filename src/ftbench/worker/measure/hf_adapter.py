@@ -83,6 +83,8 @@ class HfRecording(TrainerCallback):
         count = inputs[COUNT]
         result = predict(model, inputs, *args, **kwargs)
         self._evaluated.append((count, result[0]))
+        if self._phases:
+            self._phases.touch()
         return result
 
     def _evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

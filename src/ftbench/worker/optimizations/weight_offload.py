@@ -6,7 +6,6 @@ back after their update in the backward pass. The optimizer updates a trained em
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 from unittest import mock
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from ftbench.core.units import GIB
+from ftbench.kernels import mixins
 from ftbench.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStream
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import decoder, decoder_layers
@@ -96,17 +96,11 @@ class _InTurn(nn.Module):
         return super().__call__(*args, **kwargs)
 
 
-@lru_cache
-def _in_turn(kind: Any) -> Any:
-    """Return a subclass of `kind` in which `_InTurn` comes after `kind`: its `__call__` runs inside the checkpoint."""
-    return type(kind.__name__, (kind, _InTurn), {"__module__": kind.__module__})
-
-
 def apply(model: Any, spec: Experiment) -> None:
     """Make each layer load its weights before its forward pass."""
     stream = getattr(decoder(model), _STREAM)
     for index, layer in enumerate(decoder_layers(model)):
-        layer.__class__ = _in_turn(type(layer))  # type: ignore[arg-type]
+        mixins.add(_InTurn, layer, last=True)  # so that its `__call__` runs inside the checkpoint
         layer.stream, layer.index = stream, index
 
 

@@ -56,7 +56,7 @@ def different_copies(model: Any, group: Any) -> list[int]:
     sums = torch.stack([each.detach().double().sum() for each in model.parameters() if each.requires_grad])
     gathered = [torch.empty_like(sums) for _ in range(group.size())]
     dist.all_gather(gathered, sums, group)
-    return [rank for rank, each in enumerate(gathered) if not torch.equal(each, gathered[0])]
+    return [rank for rank, each in enumerate(gathered) if not torch.allclose(each, gathered[0], 0, 0, True)]
 
 
 def applied(trainer: Any) -> dict[str, Any]:
