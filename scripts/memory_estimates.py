@@ -23,17 +23,19 @@ sys.path.insert(0, str(ROOT / "src"))
 from ftbench.core.hardware import find_gpu  # noqa: E402
 from ftbench.core.units import change, optimizations_on, percent  # noqa: E402
 from ftbench.errors import SpecError  # noqa: E402
-from ftbench.estimate.memory.estimate import (  # noqa: E402  # noqa: E402
+from ftbench.estimate.memory.estimate import (  # noqa: E402
     FITTED,
     UNSEEN_SPREAD,
     Constants,
     MemoryEstimate,
     SlackBasis,
+    case_of,
     constants,
     estimate_memory,
-    slack_basis_of,
+    slack_basis,
 )
-from ftbench.estimate.time.history import is_outdated, recorded_spec  # noqa: E402
+from ftbench.estimate.memory.phases import phases  # noqa: E402
+from ftbench.estimate.time.history import recorded_spec  # noqa: E402
 from ftbench.estimate.workload.largest import BatchShape, Largest  # noqa: E402
 from ftbench.estimate.workload.model import is_rough, shape_of  # noqa: E402
 from ftbench.estimate.workload.plan import plan_of  # noqa: E402
@@ -70,8 +72,7 @@ FEWEST = 3  # a constant that fewer runs show keeps its shipped value
 class Measured:
     """A run that succeeded, or that ran out of memory (`fits` is False).
 
-    Peaks are in GiB. If a device peak is below the reserved peak, it was sampled too late and is None here. `outdated`
-    means that the run used older code, which computed a step differently."""
+    Peaks are in GiB. If a device peak is below the reserved peak, it was sampled too late and is None here."""
 
     name: str
     spec: Experiment
@@ -82,7 +83,6 @@ class Measured:
     reserved: float | None
     device: float | None
     batch: Largest | None
-    outdated: bool = False
 
     def estimate(self, known: Constants | None = None) -> MemoryEstimate:
         gpu = find_gpu(self.gpu) or self.total
@@ -133,7 +133,7 @@ def measured(run: RunDir) -> Measured | None:
     late = device is None or reserved is None or device < reserved
     return Measured(
         run.path.name, spec, gpu["name"], gpu["memory_gb"], succeeded, memory.get("allocated_peak"), reserved,
-        None if late else device, largest_batch_of(run, spec) if succeeded else None, is_outdated(run, spec),
+        None if late else device, largest_batch_of(run, spec) if succeeded else None,
     )  # fmt: skip
 
 
@@ -205,9 +205,9 @@ def fit(runs: Sequence[Measured]) -> Constants:
     plain = replace(constants(), allocated_factor=1.0)
     factors = [run.allocated / run.estimate(plain).allocated.expected for run in ended if run.allocated]
     context = [run.device - run.reserved for run in ended if run.device is not None and run.reserved is not None]
-    slack = [(slack_basis_of(run.spec, find_gpu(run.gpu) or run.total, run.batch), run.reserved - run.allocated)
-             for run in ended if run.reserved is not None and run.allocated is not None
-             and not run.spec.optimizations.weight_offload]  # fmt: skip
+    slack = [(slack_basis(case, phases(case)), run.reserved - run.allocated) for run in ended
+             if run.reserved is not None and run.allocated is not None and not run.spec.optimizations.weight_offload
+             and (case := case_of(run.spec, find_gpu(run.gpu) or run.total, run.batch)[0])]  # fmt: skip
     values: dict[str, Any] = {"allocated_factor": median(factors), **_slack(slack)}
     if len(context) >= FEWEST:
         values["context_gib"] = median(context)
@@ -238,7 +238,7 @@ def quantile(values: Sequence[float], level: float = LEVEL) -> float:
 
 def _confirmed(runs: Sequence[Measured], fitted: Constants) -> tuple[str, ...]:
     """Return the strategies whose runs on several GPUs are all within AGREES of the estimate."""
-    several = [row for row in rows(runs, fitted) if row.run.spec.launch.gpus > 1 and not row.run.outdated]
+    several = [row for row in rows(runs, fitted) if row.run.spec.launch.gpus > 1]
     strategies = {row.run.spec.launch.strategy for row in several}
     missed = {row.run.spec.launch.strategy for row in several if abs(row.errors["allocated"]) > AGREES}
     return tuple(sorted(strategies - missed))

@@ -253,9 +253,12 @@ def test_commands_without_training_work_without_torch(study, tmp_path):
 
 def test_commands_import_no_heavy_package():
     modules = "ftbench.cli, ftbench.launch.runner, ftbench.launch.mock, ftbench.report.formats, ftbench.store.summary"
+    others = (
+        "ftbench.doctor.diagnosis, ftbench.doctor.probe, ftbench.estimate.estimates, ftbench.estimate.recommend.request"
+    )
     heavy = {*HEAVY, "pandas"}
     code = f"import sys, {modules}; print(sorted({heavy | {'numpy'}} & set(sys.modules)))\n"
-    code += f"import ftbench.doctor.diagnosis, ftbench.doctor.probe; print(sorted({heavy} & set(sys.modules)))"
+    code += f"import ftbench.doctor.diagnosis, {others}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n[]\n"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -427,7 +425,8 @@ def test_every_shipped_config_has_an_estimate() -> None:
                                   ["method.name=qlora", "optimizations.liger=on"]])  # fmt: skip
 def test_specs_with_many_options_have_an_estimate_for_every_gpu(file: Path, sets: list[str]) -> None:
     assert "samples/h" in estimate(EstimateRequest(file, sets, gpu="H200 SXM")).text
-    assert len(json.loads(estimate(EstimateRequest(file, sets, gpu="all")).document)["gpus"]) == len(gpus())
+    found = json.loads(estimate(EstimateRequest(file, sets, gpu="all")).document)["gpus"]
+    assert [row["gpu"] for row in found] == [gpu.name for gpu in gpus() if gpu.fp8 or "fastest-fp8" not in sets[0]]
 
 
 def test_an_estimate_of_all_gpus_needs_few_calls(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,20 +435,6 @@ def test_an_estimate_of_all_gpus_needs_few_calls(file: Path, monkeypatch: pytest
     assert calls_of(lambda: estimate_memory(spec(), H200)) < 50_000
     every = EstimateRequest(file, gpu="all", store=file.parent / "none")
     assert calls_of(lambda: estimate(every)) < 8_000 * len(gpus())
-
-
-def test_the_commands_load_no_heavy_module(file: Path) -> None:
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom ftbench.estimate import estimates\n"
-        "from ftbench.estimate.recommend.request import RecommendRequest, answer\n"
-        f"path = Path({str(file)!r})\n"
-        "print(estimates.estimate(estimates.EstimateRequest(path, gpu='L4')).text)\n"
-        "assert answer(RecommendRequest(path, gpu='L40S', samples=1000, method='unsloth')).options\n"
-        "heavy = {'torch', 'pandas', 'transformers'} & set(sys.modules)\nassert not heavy, heavy"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "does not fit" in done.stdout
 
 
 def test_the_capacity_of_an_h200_equals_its_driver() -> None:

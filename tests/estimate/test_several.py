@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -28,7 +27,7 @@ from ftbench.estimate.recommend.candidates import launches
 from ftbench.estimate.recommend.spec_file import run_command
 from ftbench.estimate.time.communication import traffic
 from ftbench.estimate.time.duration import MEASURED, estimate_duration
-from ftbench.estimate.time.history import RunHistory, recorded_spec
+from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.rates import shipped_coefficients
 from ftbench.estimate.time.work import update
 from ftbench.estimate.workload.batches import batches_of
@@ -42,7 +41,7 @@ from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import load
-from ftbench.store.rundir import RunDir, read_json, write_json
+from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_steps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -162,16 +161,14 @@ def test_fsdp_needs_the_free_blocks_of_its_streams(name: str) -> None:
     assert estimate.verdict == "fits"
 
 
-def test_zero3_states_and_sub_groups_agree_with_a_run() -> None:
-    """Of Qwen3-14B on two GPUs: gradients never go, and the last sub-group is larger than DeepSpeed's 10^9 elements.
-    Nothing is gathered then, so that it does not matter how that run gathered its layers."""
-    (path,) = (RESULTS / "several-gpus").glob("qwen3-14b-full-zero3-2gpus-*")
+def test_zero3_memory_agrees_with_a_run() -> None:
+    """Of Qwen3-14B on two GPUs. Between steps, a GPU keeps its part of weights, gradients and states."""
+    (path,) = (RESULTS / "two-gpus/zero3-14b-full").glob("qwen3-14b-full-zero3-2gpus-*")
     run, steps = study.measured(RunDir(path)), read_steps(RunDir(path).steps)[0]
     assert run is not None
     estimate = run.estimate(constants())
-    assert estimate.peak_phase == "optimizer step"
     assert estimate.allocated.expected == pytest.approx(run.allocated, rel=0.002)
-    stays = estimate.allocated.expected - estimate.parts["one step"]
+    stays = 2 * estimate.parts["weights"] + estimate.parts["optimizer state"]  # gradients have the size of weights
     assert stays == pytest.approx(steps[-1].memory_allocated_gb, rel=0.002)
 
 
@@ -269,23 +266,6 @@ def test_zero_and_more_than_two_gpus_have_a_wider_range() -> None:
     fsdp, zero3, two, four = (estimate_duration(shared(*each), h200).step_s for each in asked)
     assert zero3.high / zero3.expected == pytest.approx(1.25 * fsdp.high / fsdp.expected, rel=0.001)
     assert four.high / four.expected == pytest.approx(1.15 * two.high / two.expected, rel=0.01)
-
-
-def test_zero3_runs_without_prefetching_are_not_measurements_of_todays_step(tmp_path: Path) -> None:
-    """The committed ZeRO-3 run is one, and the estimated range contains it."""
-    (path,) = (RESULTS / "several-gpus").glob("qwen3-14b-full-zero3-2gpus-*")
-    run = RunDir(Path(shutil.copytree(path, tmp_path / path.name)))
-    took = read_json(run.summary)["step_time_s"]["mean"]
-    spec = recorded_spec(run)
-    assert spec is not None
-    h200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
-    before = estimate_duration(spec, h200, RunHistory.read(tmp_path))
-    assert before.basis != MEASURED
-    assert before.step_s.low < took < before.step_s.high
-    facts = read_json(run.applied)
-    write_json(run.applied, facts | {"parallel": facts["parallel"] | {"layers_ahead": 2}})
-    today = estimate_duration(spec, h200, RunHistory.read(tmp_path))
-    assert (today.basis, today.step_s.expected) == (MEASURED, pytest.approx(took))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero3"])
@@ -635,7 +615,6 @@ def test_a_confirmed_strategy_has_a_narrow_range() -> None:
     near, far = _measured(spec, size * 1.03), _measured(spec, size * 1.3)
     assert study.fit([*runs, near]).strategies == ("fsdp",)
     assert study.fit([*runs, near, far]).strategies == ()
-    assert study.fit([*runs, replace(near, outdated=True)]).strategies == ()
     narrow = estimate_memory(spec, gpu, known=replace(constants(), strategies=("fsdp",)))
     assert narrow.allocated.high - narrow.allocated.low < 0.5 * (wide.allocated.high - wide.allocated.low)
 

@@ -114,6 +114,7 @@ def test_broken_images_are_caught(processes, tmp_path):
 
 
 @pytest.mark.torch
+@pytest.mark.exhaustive
 def test_fp8_is_compared_with_products_that_are_rounded_without_its_kernels(processes, tmp_path):
     short = {"batch_size": 4, "max_steps": 8, "learning_rate": 4e-3}
     recipe, half = (

@@ -408,3 +408,11 @@ def test_subset_and_split_select_a_part_of_the_data_set(tmp_path, monkeypatch):
     parts = [Dataset(name="owner/set", subset="one"), Dataset(name="owner/set", subset="two", split="test")]
     read = [[rows[index] for index in range(len(rows))] for rows in map(open_rows, parts)]
     assert read == [[{"question": "one", "answer": "train"}], [{"question": "two", "answer": "test"}]]
+
+
+def test_a_row_of_a_hub_data_set_can_have_no_class():
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    rows = sources.HubRows(
+        "x", datasets.Dataset.from_dict({"text": ["a"] * 3, "label": [1, -1, None]}, features=features)
+    )
+    assert [rows[index]["label"] for index in range(3)] == ["yes", None, None]

@@ -153,21 +153,10 @@ def test_some_layers_may_lack_an_adapter(targets):
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-5, rtol=1e-5)
 
 
-def test_one_compiled_graph_serves_all_layers_but_the_first():
-    torch._dynamo.reset()
-    plain, ours = model_of(), model_of()
-    fused_lora.apply(ours, ON)
-    for layer in decoder_layers(ours):
-        layer.compile(backend="aot_eager")
-    before = compiled.graphs()
-    torch.testing.assert_close(learned(ours), learned(plain), atol=1e-5, rtol=1e-5)
-    assert compiled.graphs() - before == 2  # the first layer's input needs no gradient
-    assert not torch._dynamo.utils.counters["graph_break"]
-
-
-def test_lean_layers_save_less_and_learn_the_same(monkeypatch):
-    """Per token: two normed inputs and silu(gate) * up. The first layer's input needs no gradient, so its norm is
-    kept."""
+def test_compiled_layers_learn_the_same_with_two_graphs_and_lean_layers_save_less(monkeypatch):
+    """Per token: two normed inputs and silu(gate) * up. The first layer's input needs no gradient, so it has another
+    graph, and its norm is kept."""
+    plain = learned(model_of())
     compile_layer = torch.nn.Module.compile
     how = {"backend": "aot_eager_decomp_partition"}  # the compiler's partitioner without its code generation
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compile_layer(self, **how))
@@ -175,7 +164,7 @@ def test_lean_layers_save_less_and_learn_the_same(monkeypatch):
     kept, made = {}, {}
     for word in ("lean", True):  # the guards are back in place for what comes after
         torch._dynamo.reset()
-        model, sizes = model_of(), {}
+        before, model, sizes = compiled.graphs(), model_of(), {}
         fused_lora.apply(model, ON)
         compiled.apply(model, spec_of(optimizations={"compile": word}))
 
@@ -187,9 +176,12 @@ def test_lean_layers_save_less_and_learn_the_same(monkeypatch):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             made[word] = learned(model)
         kept[word] = sum(sizes.values())
+        assert compiled.graphs() - before == 2
+        assert not torch._dynamo.utils.counters["graph_break"]
     width = SHAPE["num_hidden_layers"] * (2 * SHAPE["hidden_size"] + SHAPE["intermediate_size"]) - SHAPE["hidden_size"]
     assert kept[True] - kept["lean"] == IDS.numel() * width * 4
     torch.testing.assert_close(made["lean"], made[True], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(made[True], plain, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "experts"), [

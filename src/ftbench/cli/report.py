@@ -129,7 +129,6 @@ def import_(
     """Convert the log of another program into a run. Fields that are not in the log stay empty."""
     from ftbench.store.importers import About, import_run
 
-    about = About(
-        name, model, method, None if gpu and gpu.casefold() == "cpu" else gpu, batch_size, accumulation, dataset
-    )
+    card = None if gpu and gpu.casefold() == "cpu" else gpu
+    about = About(name, model, method, card, batch_size, accumulation, dataset)
     emit(str(import_run(file, about, out).path))

@@ -66,9 +66,9 @@ def estimate(request: EstimateRequest) -> Answer:
     spec, targets = load(request.spec, sets), _targets(request)
     history = RunHistory.read(request.store, spec, [target.name for target in targets])
     spec = history.with_sample_count(spec)
+    targets, without = _with_fp8(spec, targets, request.store)
     if every:
         return _compare_strategies(spec, targets, request, history)
-    targets, without = _with_fp8(spec, targets, request.store)
     prices = None if request.prices is None else load_prices(request.prices)
     scope = Scope(request.samples, NIGHT_H if request.hours is None else request.hours, prices)
     memory_cache = MemoryCache(targets[0].total)
@@ -82,8 +82,7 @@ def estimate(request: EstimateRequest) -> Answer:
 
 
 def _with_fp8(spec: Experiment, targets: list[Target], store: Path) -> tuple[list[Target], str]:
-    """Return the GPUs that can compute in the precision of the spec, and a note about the others. Raise SpecError if
-    there are only others."""
+    """Return the GPUs with 8-bit products (if needed) and a note about the others. Raise SpecError if there is none."""
     lacking = [target for target in targets if isinstance(target.gpu, Gpu) and not has_fp8(target.gpu, store)]
     if spec.optimizations.fp8 == "off" or not lacking:
         return targets, ""

@@ -135,9 +135,8 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
         raise SpecError(f"{file}: contains no training step" + (f" ({notes[0]})" if notes else ""))
     for row in rows:
         row.phase = "train"
-    before = StepRow(step=0, elapsed_time_sec=0.0)
     step_samples = about.batch_size and about.batch_size * about.gradient_accumulation_steps
-    last, every = before, 1
+    last, every = StepRow(step=0, elapsed_time_sec=0.0), 1
     for row in rows:
         _time(file, last, row, step_samples)
         if row.step_time_s:  # with rounded times, several lines can have the same time

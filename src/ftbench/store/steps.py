@@ -70,7 +70,7 @@ def read_steps(path: Path, ended: bool = False) -> tuple[list[rows.StepRow], lis
         return [], []
     except (OSError, ValueError) as error:
         return [], [f"{path.name}: {error}"]
-    whole, newline, torn = (text + "\n" if ended else text).rpartition("\n")
+    whole, newline, torn = (text.rstrip("\n") + "\n" if ended else text).rpartition("\n")
     warnings = [f"{path.name}: the last line is not finished and was left out"] if torn else []
     return list(_rows(f"{whole}{newline}", path.name, warnings)), warnings
 

@@ -136,8 +136,7 @@ class Session:
             summary, job = running.result.result().summary, running.job
             self.plan.ended(job)
             wall = rundir.read_json(job.run.state).get("wall_s")
-            over = self.deadline is not None and time.monotonic() >= self.deadline
-            if summary.state == "interrupted" and self._stopping is None and over:
+            if summary.state == "interrupted" and self.deadline is not None and time.monotonic() >= self.deadline:
                 self._stop("time budget")
             self.view.event(status.ended(job.what, summary, wall))
             self._write()

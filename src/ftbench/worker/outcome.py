@@ -34,7 +34,6 @@ class Phases:
         before = read_json(run.phases).get("phases") if resumed else None
         self._list: list[dict[str, Any]] = before or [{"name": first, "start_s": 0.0}]
         self.read_peaks: Callable[[], dict[str, float]] = dict  # replaced when the device is known
-        self._touched = self._origin
         self._write()
 
     @property
@@ -58,10 +57,8 @@ class Phases:
             self.enter(before)
 
     def touch(self) -> None:
-        """Update the time of phases.json, at most once per second. It tells the parent that a long phase goes on."""
-        if (now := time.monotonic()) >= self._touched + 1:
-            self._touched = now
-            os.utime(self._run.phases)
+        """Update the time of phases.json, which tells the parent that a long phase goes on."""
+        os.utime(self._run.phases)
 
     def close(self) -> None:
         """End the last phase."""

@@ -137,7 +137,7 @@ def estimate_memory(
         stages = [estimate_memory(spec, gpu, **more, rank=at) for at in range(spec.launch.pp)]
         heaviest = max(stages, key=lambda stage: stage.device.expected)
         return replace(heaviest, stages=tuple(stage.device.expected for stage in stages))
-    case, batch = _case(spec, gpu, batch, rank)
+    case, batch = case_of(spec, gpu, batch, rank)
     named = phases(case)
     least, most = (_peak_of(case, named, batch, end) for end in (batch.least, batch.most))
     has, known = capacity(gpu, total), known or constants()
@@ -175,7 +175,7 @@ def _host(case: MemoryCase) -> float:
     return (case.sharding.gpus * each + offloaded(case.model, case.plan, case.sharding)) / GIB
 
 
-def _case(
+def case_of(
     spec: Experiment, gpu: Gpu | float, batch: Largest | None, rank: int | None = None
 ) -> tuple[MemoryCase, Largest]:
     """Return the inputs of the memory formulas, and the largest batch of the run.
@@ -292,8 +292,3 @@ def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
         "logits_share": transient / GIB, "compiled_share": layer / GIB * (case.plan.compiled and not case.records),
         "varying_share": acts / GIB if case.varies else 0.0, "optimizer_share": step * unshared / GIB,
     }  # fmt: skip
-
-
-def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: Largest | None) -> SlackBasis:
-    """Return `slack_basis` of a spec on a GPU. `scripts/memory_estimates.py` uses the result to fit the constants."""
-    return slack_basis(case := _case(spec, gpu, batch)[0], phases(case))

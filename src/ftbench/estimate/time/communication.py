@@ -89,13 +89,11 @@ def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, pa
         return host + Traffic(waited=sixteen * (1 + (passes if states == "zero2" else 1)), calls=2 * passes)
     weights, layers = ring * _sent_weights(plan, shape), len(shape.model.layers)
     first = weights / layers  # the first layer of each pass does not overlap with computation
-    copied = (
-        passes * _copied(sharding, plan, shape) if states == "fsdp" else _copied_by_zero(sharding, plan, shape, passes)
-    )
+    copied = (_copied if states == "fsdp" else _copied_by_zero)(sharding, plan, shape, passes)
     return host + Traffic(passes * (2 * (weights - first) + sixteen), 2 * passes * first, 2 * passes, copied=copied)
 
 
-def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> float:
+def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, passes: int) -> float:
     """Return the bytes that FSDP2 moves to fill and empty its communication buffers (_fsdp_collectives.py).
 
     In the forward and backward pass, FSDP2 casts each shard into the send buffer, and copies each unit out of the
@@ -103,14 +101,13 @@ def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> fl
     count, trained, part = shape.model.weight_bytes(HALF) / HALF, shape.trained, 1 / sharding.holders
     kept = FLOAT if plan.in_32_bits else plan.weight
     gathered = count * (part * (kept + HALF) + 2 * HALF)
-    return 2 * gathered + trained * (2 * HALF + part * (HALF + FLOAT))
+    return passes * (2 * gathered + trained * (2 * HALF + part * (HALF + FLOAT)))
 
 
 def _sent_weights(plan: TrainingPlan, shape: TrainableShape) -> float:
     """Return the bytes of all weights in the format in which GPUs send them: 4-bit matrices stay packed."""
-    model = shape.model
-    packed = model.linear_parameters if plan.quantised else 0
-    return (model.total - packed) * HALF + packed / 2
+    packed = shape.model.linear_parameters if plan.quantised else 0
+    return (shape.model.total - packed) * HALF + packed / 2
 
 
 def _copied_by_zero(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, passes: int) -> float:

@@ -177,32 +177,26 @@ def recorded_spec(run: RunDir) -> Experiment | None:
     return spec
 
 
-def is_outdated(run: RunDir, spec: Experiment) -> bool:
-    """Return whether a run used older code for ZeRO-3 with checkpointing, which prefetched nothing or too much."""
-    late = spec.launch.strategy == "zero3" and spec.optimizations.gradient_checkpointing
-    return bool(late) and "layers_ahead" not in rundir.read_json(run.applied).get("parallel", {})
-
-
 def timed_runs(
     paths: Iterable[Path], wanted: Callable[[dict[str, Any]], bool] = lambda summary: True
 ) -> list[TimedRun]:
     """Return the usable runs in `paths` that `wanted` selects by summary. Of runs of one GPU with equal ids, return
     the latest with a valid speed."""
     runs = (timed_run(run, wanted) for path in paths for run in rundir.find_runs(path))
-    equal = grouped_by(filter(None, runs), lambda run: (run.gpu, run.run_id)).values()
-    return [max(same, key=lambda run: (not run.invalid, run.ended_at)) for same in equal]
+    equal = grouped_by(filter(None, runs), lambda run: (run.gpu, run.run_id))
+    return [max(same, key=lambda run: (not run.invalid, run.ended_at)) for same in equal.values()]
 
 
 def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun | None:
     """Return the run with its step time. Return None if `wanted` rejects its summary, or if the run is not usable.
 
-    Failed runs, short runs, mock runs, runs without a GPU, and runs of older code are not usable."""
+    Failed runs, short runs, mock runs, and runs without a GPU are not usable."""
     summary = rundir.read_json(run.summary)  # the summary is read first, because it rejects most runs
     try:
         seconds = summary["step_time_s"].get("mean") or 0.0
         if summary["state"] != "ok" or not summary["gpu"] or not 0 < seconds < math.inf or not is_steady(summary):
             return None
-        if not wanted(summary) or (spec := recorded_spec(run)) is None or is_outdated(run, spec):
+        if not wanted(summary) or (spec := recorded_spec(run)) is None:
             return None
         phases, described = summary["phases_s"], rundir.read_json(run.machine)
         limited = limited_gpu(rundir.first_gpu(described))

@@ -22,26 +22,24 @@ class HubRows:
     folder = None  # relative paths are not possible
 
     def __init__(self, name: str, data: Any) -> None:
-        import datasets
+        from datasets import ClassLabel, Image, List
 
-        stored = datasets.Image(decode=False)
+        stored = Image(decode=False)
         for column, feature in data.features.items():
-            if isinstance(feature, datasets.Image):
+            if isinstance(feature, Image):
                 data = data.cast_column(column, stored)
-            elif isinstance(getattr(feature, "feature", None), datasets.Image):
-                data = data.cast_column(column, datasets.List(stored))
+            elif isinstance(getattr(feature, "feature", None), Image):
+                data = data.cast_column(column, List(stored))
         self._name, self._data = name, data
-        self._classes = {
-            key: kind.names for key, kind in data.features.items() if isinstance(kind, datasets.ClassLabel)
-        }
+        self._classes = {key: kind.names for key, kind in data.features.items() if isinstance(kind, ClassLabel)}
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = dict(self._data[index])
-        numbers = {key: -1 if row[key] is None else row[key] for key in self._classes}  # -1: the row has no class
-        return row | {key: self._classes[key][each] if each >= 0 else None for key, each in numbers.items()}
+        known = {key: names[n] for key, names in self._classes.items() if (n := row[key]) is not None and n >= 0}
+        return row | dict.fromkeys(self._classes) | known  # -1 means that the row has no class
 
     def where(self, index: int) -> str:
         """Return the name of the data set and the number of the row, for messages."""

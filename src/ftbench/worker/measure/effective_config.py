@@ -174,8 +174,8 @@ def matmul_shape(model: Any) -> MatmulShape:
     config, base = model.config.get_text_config(), base_model(model)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     visited = (getattr(config, "num_experts_per_tok", None) or config.top_k_experts) / experts if experts else 1.0
-    output = base.get_output_embeddings().weight  # can be the weight of the input embeddings
-    outputs = [name for name, parameter in model.named_parameters() if parameter is output]
+    output = base.get_output_embeddings()  # can share its weight with the input embeddings
+    outputs = [name for name, parameter in model.named_parameters() if parameter is output.weight]
     layers, head, adapters = [0, 0], [0, 0], 0  # [all weights, trained weights]
     for name, kind, count, trained in _matrices(model):
         if kind in ("vision", "projector"):
@@ -231,11 +231,10 @@ def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
 
 def _width(config: Any) -> int:
     """Return the attention width of a layer. Return 0 for a model without attention heads, such as Mamba 2."""
-    if not (heads := getattr(config, "num_attention_heads", 0)):
-        return 0
+    heads = getattr(config, "num_attention_heads", 0)
     if value := getattr(config, "v_head_dim", None):
         return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + value) // 2)
-    return int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
+    return int(heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)))
 
 
 def device_of(model: Any) -> str:
