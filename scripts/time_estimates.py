@@ -57,9 +57,7 @@ other runs, without any run of the same step. Runs on several GPUs have a separa
 coefficients. The fit excludes the runs of the [text study](founding-text.md) and of the [image
 study](founding-images.md). The text study shows how accurate estimates are on other hosts. But two values were chosen
 with this study: the exponent 3 (see below) and the coefficient `attention.masked`. This page excludes runs of other
-frameworks, runs on shared GPUs, and a run of older code that ran ZeRO-3 without prefetching
-(`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`). It took 1.5 times the estimated time. Estimates of ZeRO have a wider
-range, because their formulas come from two runs.
+frameworks and runs on shared GPUs. Estimates of ZeRO have a wider range, because their formulas come from two runs.
 
 While the GPU computes, Python code on the CPU (the *host*) starts the next kernels. The time of a step is
 `(GPU time^3 + host time^3)^(1/3)`, so the slower of the two mainly determines it. The time of the GPU is a sum of

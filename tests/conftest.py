@@ -163,3 +163,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"needs to mount a small disk: {done.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def few_ways(monkeypatch):
+    """Three recipes and no combinations: enough for recommendations that do not depend on the training variants."""
+    from ftbench.estimate.recommend import candidates
+    from ftbench.spec.load import shipped_recipes
+
+    few = {name: shipped_recipes()[name] for name in ("fastest", "small", "smallest")}
+    monkeypatch.setattr(candidates, "_combined", lambda *_: ())
+    monkeypatch.setattr(candidates, "shipped_recipes", lambda: few)

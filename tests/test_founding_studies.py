@@ -327,6 +327,14 @@ def test_the_notes_on_the_image_study_state_the_errors_of_the_predictions():
     assert f"worked for {min(busy):.0f} to {max(busy):.0f} % of the time" in notes
 
 
+def test_unsloth_through_ftbench_and_its_plain_script_differ_by_at_most_2_percent():
+    rounds = read_json(ROOT / "results/h200/unsloth-check.json")["rounds"]
+    assert len(rounds) == 3
+    for figures in rounds:
+        for name in ("tokens_per_s", "allocated_gb", "reserved_gb", "mean_loss"):
+            assert figures["ftbench"][name] == pytest.approx(figures["plain script"][name], rel=0.02)
+
+
 def test_rounds_keep_their_number_and_ratios_pair_runs_of_a_round(tmp_path, monkeypatch):
     page = STUDIES["two-gpus"]["rounds"]
     speeds = {"round2-one": 10.0, "round2-ddp": 20.0, "round3-one": 40.0}

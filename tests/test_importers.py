@@ -56,11 +56,14 @@ def test_line_per_step_gives_step_times_and_rates(tmp_path):
     assert [row.step for row in read_steps(run.steps)[0]] == list(range(1, 31))
 
 
-def test_rounded_times_give_the_mean_step_time(tmp_path):
-    """With whole seconds, two steps of 0.5 s have the same time."""
-    found = imported(write_csv(tmp_path / "log.csv", [(step, step // 2) for step in range(1, 41)]), tmp_path / "out")[1]
-    assert found["step_time_s"]["median"] == pytest.approx(0.5)
-    assert found["samples_per_hour"] == pytest.approx(4 / 0.5 * 3600, rel=0.01)
+@pytest.mark.parametrize("seconds", [0.4, 0.6, 0.9])
+def test_rounded_times_give_the_mean_step_time(tmp_path, seconds):
+    """With whole seconds, several steps have the same time."""
+    lines = [(step, int(step * seconds)) for step in range(1, 201)]
+    found = imported(write_csv(tmp_path / "log.csv", lines), tmp_path / "out")[1]
+    assert found["step_time_s"]["mean"] == pytest.approx(seconds, rel=0.02)
+    assert found["samples_per_hour"] == pytest.approx(4 / seconds * 3600, rel=0.02)
+    assert found["steps"]["total"] == pytest.approx(200, abs=2)
 
 
 def test_a_last_line_without_a_line_break_counts(tmp_path):

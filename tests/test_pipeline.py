@@ -27,7 +27,10 @@ from ftbench.estimate.workload.model import shape_of
 from ftbench.estimate.workload.sharding import rank_model, sharding_of
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import read_steps
 from ftbench.worker.parallel import stages
+from sweeps import Night, write_sweep
 from test_several_gpus import (
     KEPT,
     SGD,
@@ -230,6 +233,29 @@ def test_killed_stage_is_named(tmp_path):
         ranks_of(command)[0].kill()
         command.finish(within=30)
     assert_over(command, "error", "rank 0: killed by SIGKILL from outside")
+
+
+@pytest.mark.exhaustive
+def test_killed_sweep_of_pipelines_is_resumed(tmp_path):
+    """A sweep names a killed stage and repeats the cell. If it is killed itself, its ranks end, and it resumes."""
+    launch = {"mock": "off", "pp": 2, "micro_batches": 2}
+    spec = write_sweep(tmp_path, {"train.seed": [1, 2]}, launch=launch, train={"max_steps": 60})
+
+    def training(night: Night) -> list[RunDir]:
+        """Return the running runs of which both ranks have written a step."""
+        runs = [run for run in night.runs() if rundir.read_json(run.state).get("state") == "running"]
+        return [run for run in runs if all(read_steps(run.of_rank(rank).steps)[0] for rank in (0, 1))]
+
+    with Night(spec, tmp_path / "out", experiment="night") as night:
+        night.until(lambda: training(night))
+        ranks_of(night)[1].kill()
+        night.until(lambda: night.superseded() and training(night))
+        state = rundir.read_json(night.superseded()[0].state)
+        assert (state["state"], state["rank"], len(night.runs())) == ("error", 1, 1)
+        night.kill()
+    with Night(spec, tmp_path / "out", experiment="night") as night:
+        night.finish()
+    assert (night.code, night.told()) == (0, ["ok", "ok"]), night.stderr
 
 
 def slow() -> None:

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from ftbench.store.rundir import find_runs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,8 +15,8 @@ COMMAND = [sys.executable, ROOT / "scripts" / "same-figures"]
 
 
 def test_committed_runs_give_the_same_figures(tmp_path):
-    """A sample from all folders gives the same figures. A copy with another figure is found."""
-    paths = [run.path for run in find_runs(ROOT / "results") if run.summary.exists()][::6]
+    """A copy with another figure is found."""
+    paths = [run.path for run in find_runs(ROOT / "results") if run.summary.exists()]
     for number, path in enumerate(paths):
         (tmp_path / f"{number}").symlink_to(path)
     changed = shutil.copytree(next((ROOT / "results/h200/study").rglob("summary.json")).parent, tmp_path / "changed")
@@ -29,10 +27,4 @@ def test_committed_runs_give_the_same_figures(tmp_path):
     difference, last = done.stdout.splitlines()
     assert difference.startswith(f"{changed}: tokens_per_s.real: ")
     assert (done.returncode, last) == (1, f"{len(paths) + 1} runs, 1 differences")
-    assert len(paths) > 100
-
-
-@pytest.mark.exhaustive
-def test_all_committed_runs_give_the_same_figures():
-    done = subprocess.run(COMMAND, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(paths) > 1000

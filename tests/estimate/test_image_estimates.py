@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,10 @@ def test_the_images_of_a_file_are_read(tmp_path: Path) -> None:
         SpecError, match=r"rows\.jsonl, line 2: its image cannot be read .*cannot identify image file\)$"
     ):
         estimate_memory(spec_of(QWEN, data | {"seed": 7}), gpu())
+    (tmp_path / "b.png").unlink()
+    os.mkfifo(tmp_path / "b.png")
+    with pytest.raises(SpecError, match=r"rows\.jsonl, line 2: its image cannot be read .*not a regular file"):
+        estimate_memory(spec_of(QWEN, data | {"seed": 8}), gpu())
 
 
 def test_a_long_file_with_images_is_counted_completely(tmp_path: Path) -> None:

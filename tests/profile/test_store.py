@@ -1,4 +1,5 @@
 import gzip
+import shutil
 
 import pytest
 from gpu_traces import training
@@ -48,6 +49,17 @@ def test_unreadable_trace_fails_the_run(run):
     state = outcome._finish_profile(run)
     assert state["state"] == "error"
     assert state["reason"].endswith("profile again")
+
+
+def test_other_ranks_keep_their_profile(run):
+    other = run.of_rank(1)
+    other.profile.mkdir(parents=True)
+    shutil.copy(run.profile / "trace.json.gz", other.profile / "trace.json.gz")
+    (run.profile / "trace.json.gz").write_text("")
+    with pytest.raises(TraceError, match="cannot be read as a trace"):
+        analyse.finish(run)
+    assert not (run.profile / "kernels.json").exists()
+    assert (other.profile / "kernels.json").exists()
 
 
 def test_ranks_are_shown_in_their_order(run):

@@ -238,6 +238,16 @@ def test_killed_run_with_a_torn_line_is_compared(tmp_path):
     assert only(compared(tmp_path, "method", "lora")).speed is not None
 
 
+@pytest.mark.parametrize("column", ["loss", "grad_norm"])
+def test_nan_is_a_failure(tmp_path, column):
+    make_run(tmp_path, "a", steps(seed=1, grad_norm=1.0))
+    rows = steps(seed=2, **{"grad_norm": 1.0, column: lambda step: float("nan") if step > 1 else 2.0})
+    make_run(tmp_path, "b", rows, spec={"optimizations.compile": True})
+    pair = only(compared(tmp_path, "optimization"))
+    assert pair.cell.state.startswith("not finite: ")
+    assert pair.speed is None
+
+
 def test_recipes_are_compared_with_plain(tmp_path):
     def keys(name):
         found = recipe(name, FOLDER)

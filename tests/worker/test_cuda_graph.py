@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities, resolve
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
-from ftbench.worker.optimizations import cuda_graph
+from ftbench.worker.optimizations import chunked_loss, cuda_graph
 from warm import returned
 
 ON = {"packing": True, "fixed_shape": True, "chunked_loss": True, "cuda_graph": True}
@@ -215,3 +216,25 @@ def test_auto_is_on_if_the_spec_supports_it(changes, reason):
 def test_cuda_graph_needs_a_gpu():
     assert "optimizations.cuda_graph needs a GPU: set it to off" in machine_incompatibilities(changed(), None)
     assert not machine_incompatibilities(changed(), (9, 0))
+
+
+def test_ignored_labels_add_nothing_to_loss_and_gradient():
+    torch.manual_seed(0)
+    head, labels = torch.nn.Linear(8, 50), torch.randint(0, 50, (1, 12))
+    labels[0, [0, 3, 7]] = -100
+    carrying = torch.tensor([1, 2, 4, 5, 6, 8, 9, 10, 11])
+    found = []
+    for positions in (carrying, torch.cat([carrying, torch.tensor([0, 3, 7])])):
+        hidden = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        head.zero_grad()
+        loss = chunked_loss.chunked_loss(hidden, labels, positions, head, size=4)
+        loss.backward()
+        model = SimpleNamespace(
+            base_model=lambda hidden=hidden, **_: SimpleNamespace(last_hidden_state=hidden),
+            get_output_embeddings=lambda: head,
+        )
+        mean = chunked_loss._forward(None, None, 4)(model, labels=labels, label_positions=positions).loss
+        torch.testing.assert_close(mean, loss / len(carrying))
+        found.append((loss.detach(), hidden.grad, head.weight.grad.clone(), head.bias.grad.clone()))
+    for plain, filled in zip(*found, strict=True):
+        torch.testing.assert_close(filled, plain)

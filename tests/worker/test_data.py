@@ -158,6 +158,10 @@ def test_every_answer_of_a_long_dialogue_has_loss(thinking, monkeypatch, templat
     assert parts[-1] == f"{THOUGHT}words and words 39.{CLOSED}"
 
 
+def test_answers_have_loss_with_the_shipped_template(tokenizer):
+    assert learned_parts(tokenizer, "Hi ?", "Same.", "Bye ?", "Same.") == ["Same.<eos>\n", "Same.<eos>\n"]
+
+
 def test_template_with_a_date_gives_the_same_tokens_every_day(tokenizer, data_file, monkeypatch):
     dated = "<turn>system\nToday is {{ strftime_now('%d %B %Y') }}.<eos>\n" + CHAT_TEMPLATE
     monkeypatch.setattr(tokenizer, "chat_template", dated)
@@ -199,6 +203,12 @@ def test_tools_are_an_error_with_answers_and_pairs_too(columns, format_name):
     row |= {"prompt": [{"role": "user", "content": "Rome?"}], "tools": [{"name": "f"}]}
     with pytest.raises(BadRow, match="`tools` is not supported"):
         example(row, format_name)
+
+
+def test_sharegpt_turns_give_the_same_dialogue(tokenizer):
+    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+    shared = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
+    assert example(chat, "messages") == example(shared, "messages")
 
 
 def test_loss_on_all_labels_every_token(tokenizer):

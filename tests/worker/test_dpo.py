@@ -200,6 +200,7 @@ def test_optimizations_do_not_change_dpo(train_here, plain, switches, objective)
     assert plain[0].loss != pytest.approx(plain[-1].loss, rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_compiled_layers_do_not_change_dpo(train_here, compiler):
     data = {"length": 16, "mean_length": None, "samples": 4, "max_length": 32}  # one graph per layer
     rows, compiled = (

@@ -5,6 +5,7 @@ Real runs need the environments in the folder FTBENCH_FRAMEWORKS.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -256,6 +257,20 @@ def test_only_the_training_interpreter_acquires_the_gpu(tmp_path, monkeypatch, f
     monkeypatch.setattr(worker, "_loop", lambda spec, handed_over: lambda run: None)
     assert worker.main(str(directory.path), handed_over) == 0
     assert len(turns) == acquired
+
+
+def test_imports_do_not_leave_garbage_collection_off(monkeypatch):
+    collecting = []
+
+    def import_module(name):
+        collecting.append(gc.isenabled())
+        raise ImportError(name)
+
+    monkeypatch.setattr(worker.importlib, "import_module", import_module)
+    with pytest.raises(ImportError, match=r"ftbench.worker.train$"):
+        worker._loop(spec_of(), False)
+    assert collecting == [False]
+    assert gc.isenabled()
 
 
 # --- a stand-in for a framework, in this process ----------------------------------------------------------------------

@@ -134,8 +134,9 @@ def test_accumulation_and_a_short_last_batch_are_counted(train_here):
     assert read_json(run.applied)["dataset"]["label_tokens"] == sum(row.label_tokens for row in rows[:3]) == 11 * 15
 
 
-def test_evaluation_does_not_change_later_steps(train_here):
-    made = {"dataset": {"samples": 4, "eval_samples": 2}, "train": {"epochs": 2}}
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_evaluation_does_not_change_later_steps(train_here, method):
+    made = {"method": {"name": method}, "dataset": {"samples": 4, "eval_samples": 2}, "train": {"epochs": 2}}
     runs = [rows_of(train_here(**made, measure={"eval": when})) for when in ("end", "epoch")]
     end, epoch = ([(row.loss, row.grad_norm) for row in rows if row.phase == "train"] for rows in runs)
     assert epoch == end

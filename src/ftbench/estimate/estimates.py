@@ -17,7 +17,7 @@ from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.text import GpuEstimate, Scope, totals
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
-from ftbench.estimate.time.rates import has_fp8
+from ftbench.estimate.time.rates import NO_FP8, has_fp8
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.prices import load_prices
@@ -66,9 +66,9 @@ def estimate(request: EstimateRequest) -> Answer:
     spec, targets = load(request.spec, sets), _targets(request)
     history = RunHistory.read(request.store, spec, [target.name for target in targets])
     spec = history.with_sample_count(spec)
-    targets, without = _with_fp8(spec, targets, request.store)
     if every:
         return _compare_strategies(spec, targets, request, history)
+    targets, without = _with_fp8(spec, targets, request.store)
     prices = None if request.prices is None else load_prices(request.prices)
     scope = Scope(request.samples, NIGHT_H if request.hours is None else request.hours, prices)
     memory_cache = MemoryCache(targets[0].total)
@@ -78,18 +78,19 @@ def estimate(request: EstimateRequest) -> Answer:
     if best:
         closest = min(range(len(rows)), key=lambda at: rows[at].memory.device.high - rows[at].memory.usable)
         nearest, document["gpus"][closest]["nearest"] = _alternative(spec, targets[closest], request, sets, history)
-    return Answer(text.as_text(spec, rows, scope, nearest) + without, json.dumps(document), best)
+    note = f"\nwithout {listed(without, 2)}: no fp8 matrix products" if without else ""
+    return Answer(text.as_text(spec, rows, scope, nearest) + note, json.dumps(document | {"without": without}), best)
 
 
-def _with_fp8(spec: Experiment, targets: list[Target], store: Path) -> tuple[list[Target], str]:
-    """Return the GPUs with 8-bit products (if needed) and a note about the others. Raise SpecError if there is none."""
-    lacking = [target for target in targets if isinstance(target.gpu, Gpu) and not has_fp8(target.gpu, store)]
-    if spec.optimizations.fp8 == "off" or not lacking:
-        return targets, ""
-    names = listed([target.name for target in lacking], 2)
-    if len(lacking) == len(targets):
-        raise SpecError(f"no fp8 matrix products on {names}: set optimizations.fp8 to off")
-    return [each for each in targets if each not in lacking], f"\nwithout {names}: no fp8 matrix products"
+def _with_fp8(spec: Experiment, targets: list[Target], store: Path) -> tuple[list[Target], list[str]]:
+    """Return the GPUs with 8-bit products (if needed), and the names of others. Raise SpecError if no GPU is left."""
+    if spec.optimizations.fp8 == "off":
+        return targets, []
+    able = [target for target in targets if not isinstance(target.gpu, Gpu) or has_fp8(target.gpu, store)]
+    lacking = [target.name for target in targets if target not in able]
+    if not able:
+        raise SpecError(NO_FP8.format(listed(lacking, 2)))
+    return able, lacking
 
 
 def _estimated(spec: Experiment, target: Target, history: RunHistory, memory_cache: MemoryCache) -> GpuEstimate:
@@ -108,7 +109,7 @@ def _estimated(spec: Experiment, target: Target, history: RunHistory, memory_cac
 
 
 def _compare_strategies(
-    spec: Experiment, targets: Sequence[Target], request: EstimateRequest, history: RunHistory
+    spec: Experiment, targets: list[Target], request: EstimateRequest, history: RunHistory
 ) -> Answer:
     """Return the answer to `--strategy all`: a table of all strategies on different numbers of GPUs."""
     from ftbench.estimate import strategies_table
@@ -121,6 +122,7 @@ def _compare_strategies(
     target, *others = targets
     if others:
         raise SpecError(f"--strategy {ALL} compares strategies on one kind of GPU: name one, such as {target.name}")
+    _with_fp8(spec, targets, request.store)
     most = request.gpus or (spec.launch.gpus if spec.launch.gpus > 1 else _USUAL_NODE)
     if not 2 <= most <= _MOST_COMPARED:
         raise SpecError(f"--gpus {most}: --strategy {ALL} compares 2 to {_MOST_COMPARED} GPUs")

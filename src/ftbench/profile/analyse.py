@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ftbench.core.units import some
-from ftbench.profile.trace import GLOO, LAUNCH, Trace, read
+from ftbench.profile.trace import GLOO, LAUNCH, Trace, TraceError, read
 from ftbench.profile.work import COMMUNICATION, GROUPS, OTHER, DeviceWork, PhaseSpans, complement, union, work_of
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
@@ -19,13 +19,18 @@ _WAITS = 3  # a driver call has waited if its duration is more than 3 times the 
 
 def finish(run: RunDir) -> None:
     """Read the trace of each rank, and write kernels.json next to the trace. Do nothing without traces. Raise
-    TraceError if a trace cannot be read."""
+    TraceError if a trace cannot be read, after the traces of the other ranks."""
     ranks = [run, *(run.of_rank(int(path.name[4:])) for path in sorted(run.profile.glob("rank[0-9]*")))]
-    for rank in ranks:
-        if (rank.profile / rundir.TRACE).is_file():
+    errors = []
+    for rank in (each for each in ranks if (each.profile / rundir.TRACE).is_file()):
+        try:
             trace = read(rank.profile / rundir.TRACE)
             with rundir.writing(rank.profile):
                 rundir.write_json(rank.profile / rundir.KERNELS, analyse(trace, work_of(trace), step_before(rank)))
+        except TraceError as error:
+            errors.append(str(error))
+    if errors:
+        raise TraceError("; ".join(errors))
 
 
 def step_before(run: RunDir) -> float | None:

@@ -31,7 +31,7 @@ def page(report: Report) -> str:
     table = runs_table(report.records, report.axes)
     script = _asset("report.js")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["code"] = _code
+    environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
     answer = next((section for section in report.sections if section.key == ANSWER), None)
     groups = [section for section in report.sections if section.key.startswith(f"{ANSWER}_")]
     columns = [column for column in zip(table.headings, table.words, strict=True) if column[0] != NUMBER]
@@ -53,11 +53,6 @@ def page(report: Report) -> str:
 
 def _asset(name: str) -> str:
     return resources.files("ftbench.report").joinpath("assets", name).read_text("utf-8")
-
-
-def _code(text: str) -> Markup:
-    """Convert a text to escaped HTML. Words in backticks become code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------

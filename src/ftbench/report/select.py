@@ -38,9 +38,9 @@ def matching(records: Sequence[Record], conditions: Sequence[str]) -> list[Recor
         if match is None:
             raise SpecError(f"--where {shortened(text)}: write it as method=lora, batch=4,8 or tokens/s>=5000")
         name, sign, wanted = map(str.strip, match.groups())
+        if _plain(name) == "model" and "/" in wanted:  # the table shows Qwen/Qwen3-8B as Qwen3-8B
+            name = "model.id"
         values = _values("--where", name, kept)[0]
-        if _plain(name) == "model":  # the table shows Qwen/Qwen3-8B as Qwen3-8B
-            wanted = ",".join(part.rpartition("/")[2] for part in wanted.split(","))
         if sign in _ORDERED and _number(wanted) is None:
             raise SpecError(f"--where {name}{sign}{shortened(wanted)}: {sign} compares with a number")
         fits = _fitting(values, sign, wanted)

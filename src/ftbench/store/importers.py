@@ -136,13 +136,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     for row in rows:
         row.phase = "train"
     step_samples = about.batch_size and about.batch_size * about.gradient_accumulation_steps
-    last, every = StepRow(step=0, elapsed_time_sec=0.0), 1
-    for row in rows:
-        _time(file, last, row, step_samples)
-        if row.step_time_s:  # with rounded times, several lines can have the same time
-            every = max(every, int(row.step or 0) - int(last.step or 0))
-            last = row
-    if every > 1:
+    if (every := _time(file, rows, step_samples)) > 1:
         notes.append(f"a line is the mean of up to {every} steps: the times of single steps are unknown")
     if step_samples:
         notes.append("each step counts as a full batch, also the last one of an epoch")
@@ -150,16 +144,23 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     return ForeignLog("the founding study's seven-column CSV", rows, lacks, notes)
 
 
-def _time(file: Path, last: StepRow, row: StepRow, samples: int | None) -> None:
-    """Set the step time of a row to the mean time per step since the previous line."""
-    step, elapsed, begun = row.step, row.elapsed_time_sec, last.elapsed_time_sec
-    if step is None or elapsed is None or begun is None:
-        raise SpecError(f"{file}: the line after step {last.step} has no step number or no time")
-    first = int(last.step or 0) + 1
-    if step < first or elapsed < begun:
-        raise SpecError(f"{file}: goes back from step {first - 1} to {step}; a file must have one run")
-    if elapsed > begun:
-        row.step_time_s, row.samples = (elapsed - begun) / (step - first + 1), samples
+def _time(file: Path, rows: Sequence[StepRow], samples: int | None) -> int:
+    """Set the step time of each row: the mean time per step since the last row with an earlier time. With rounded
+    times, several rows can have the same time. Return the largest number of steps in a mean."""
+    last, begin, begun, most, waiting = 0, 0, 0.0, 1, list[StepRow]()
+    for row in rows:
+        step, elapsed = row.step, row.elapsed_time_sec
+        if step is None or elapsed is None:
+            raise SpecError(f"{file}: the line after step {last} has no step number or no time")
+        if step <= last or elapsed < begun:
+            raise SpecError(f"{file}: goes back from step {last} to {step}; a file must have one run")
+        last = int(step)
+        waiting.append(row)
+        if elapsed > begun:
+            for each in waiting:
+                each.step_time_s, each.samples = (elapsed - begun) / (last - begin), samples
+            most, begin, begun, waiting = max(most, last - begin), last, elapsed, []
+    return most
 
 
 def _trainer_state(file: Path, data: bytes) -> ForeignLog:

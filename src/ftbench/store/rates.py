@@ -79,8 +79,8 @@ def _shape(config: dict[str, Any], key: str, kind: type[_Shape]) -> _Shape | Non
 def energy(steady: Sequence[StepRow], machine: dict[str, Any]) -> tuple[dict[str, float | None], list[str]]:
     """Return the energy figures of the GPUs (without the host), and a list of warnings.
 
-    `joules` comes from the driver's energy counters. In a short window, they may not change, and `joules` is None.
-    `mean_watts` is the mean of power samples, weighted by step time. The warning says that both differ by over 10 %."""
+    `joules` comes from the driver's energy counters, and is None if a short window leaves the counters unchanged.
+    `mean_watts` is the mean of power samples, weighted by step time. The list has a warning if both differ by 10 %."""
     counted = [row for row in steady if row.energy_j is not None]
     joules = sum(row.energy_j or 0.0 for row in counted) or None
     samples = total(row.samples for row in counted)

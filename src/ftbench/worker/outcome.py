@@ -57,7 +57,7 @@ class Phases:
             self.enter(before)
 
     def touch(self) -> None:
-        """Update the time of phases.json, which tells the parent that a long phase goes on."""
+        """Update the time of phases.json, which tells the parent that a long phase is still making progress."""
         os.utime(self._run.phases)
 
     def close(self) -> None:

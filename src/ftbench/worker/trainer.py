@@ -47,11 +47,6 @@ class TrainerMixin:
         bases = [getattr(loader, "base_dataloader", loader) for loader in self.accelerator._dataloaders]
         return [iterator for loader in bases if (iterator := loader._iterator) is not None]
 
-    def end_loaders(self) -> None:
-        """Stop the data loader processes."""
-        for iterator in self.loaders():
-            iterator._shutdown_workers()
-
     def forget_copy(self) -> None:
         """Delete trl's copy of the adapters. The model without adapters is then the reference.
 

@@ -49,7 +49,8 @@ class TrainingRun:
     def finish(self) -> None:
         """Stop the data loaders, and write the last rows of steps.csv."""
         if self.trainer:
-            self.trainer.end_loaders()
+            for iterator in self.trainer.loaders():
+                iterator._shutdown_workers()
         if self.recorder:
             self.recorder.finish()
 

@@ -82,9 +82,8 @@ def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> f
 def tied_gradients(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the additional bytes at the end of the backward pass if embedding and LM head share a trained weight.
 
-    autograd adds the gradient from the embedding to the gradient from the head. During the addition, three tensors
-    exist: the two gradients and their sum. This function counts two of the tensors. `phases` counts the third with all
-    other gradients."""
+    autograd adds the gradients from embedding and head. During the addition, three tensors exist: the two gradients and
+    their sum. This function counts two of them, and `phases` counts the third with all other gradients."""
     return 2.0 * model.vocab * model.hidden * plan.weight if plan.full and model.tied else 0.0
 
 

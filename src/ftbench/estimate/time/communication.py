@@ -89,7 +89,8 @@ def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, pa
         return host + Traffic(waited=sixteen * (1 + (passes if states == "zero2" else 1)), calls=2 * passes)
     weights, layers = ring * _sent_weights(plan, shape), len(shape.model.layers)
     first = weights / layers  # the first layer of each pass does not overlap with computation
-    copied = (_copied if states == "fsdp" else _copied_by_zero)(sharding, plan, shape, passes)
+    copy = _copied if states == "fsdp" else _copied_by_zero
+    copied = copy(sharding, plan, shape, passes)
     return host + Traffic(passes * (2 * (weights - first) + sixteen), 2 * passes * first, 2 * passes, copied=copied)
 
 

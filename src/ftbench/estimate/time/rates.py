@@ -21,6 +21,7 @@ from ftbench.store import machine
 # a similar GPU. 0.83 is the median of `gemm_bf16 / bf16` in the GPU table. 0.9 is the usual published ratio of triad
 # bandwidth to data sheet bandwidth.
 _PRODUCTS, _MEMORY = 0.83, 0.9
+NO_FP8 = "no fp8 matrix products on {}: set optimizations.fp8 to off"
 # Share of a link's bandwidth that NCCL assumes (src/graph/topo.h): 20.6 of 25 GB/s per NVLink of an H100, 20 of 25 of
 # an A100, 24 of 31.5 for PCIe 4.0
 _NCCL_SHARE = 0.8
@@ -116,7 +117,7 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
     if products_fp8 is None and gpu.fp8 is not None:
         products_fp8 = gpu.fp8 * (rate / sheet if sheet else _PRODUCTS)
     if fp8 and products_fp8 is None:
-        raise SpecError(f"{gpu.name} does not support fp8 matrix products: set optimizations.fp8 to off")
+        raise SpecError(NO_FP8.format(gpu.name))
     link = _OLDER_LINK_GBS if (gpu.compute_capability or (0, 0)) < _PCIE_5 else _LINK_GBS
     return Ceilings(
         rate * 1e12,

@@ -1,5 +1,6 @@
 """DDP. Each GPU has a copy of the model and trains on a share of the batch. The gradients of all GPUs are summed."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ def different_copies(model: Any, group: Any) -> list[int]:
     sums = torch.stack([each.detach().double().sum() for each in model.parameters() if each.requires_grad])
     gathered = [torch.empty_like(sums) for _ in range(group.size())]
     dist.all_gather(gathered, sums, group)
-    return [rank for rank, each in enumerate(gathered) if not torch.allclose(each, gathered[0], 0, 0, True)]
+    same = partial(torch.allclose, gathered[0], rtol=0, atol=0, equal_nan=True)
+    return [rank for rank, each in enumerate(gathered) if not same(each)]
 
 
 def applied(trainer: Any) -> dict[str, Any]:
